@@ -11,8 +11,6 @@ from typing import Any, ParamSpec, TypeVar
 
 from kvconnect.backends.lanes import fulfil
 
-__all__ = ["DaemonThreads"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

@@ -18,18 +18,6 @@ from kvconnect.tokens import TokenArray
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "BlockMetadata",
-    "child_from_bytes",
-    "child_from_json",
-    "child_to_bytes",
-    "child_to_json",
-    "end_of",
-    "key_from_text",
-    "tokens_from_bytes",
-    "tokens_to_bytes",
-]
-
 # priority, group, flags, bytes of namespace and model, tokens + 1 (0: not known)
 _FIELDS = struct.Struct("<BiBHHI")
 _HAS_PARENT, _HAS_END = 1, 2

@@ -14,8 +14,6 @@ from typing import Any, TypeVar
 
 from kvconnect.errors import BackendUnavailable
 
-__all__ = ["Lane", "Lanes", "fulfil", "results_of", "settled"]
-
 T = TypeVar("T")
 
 # The number of cancelled works that may stay in a queue, unless half of the queue is more.

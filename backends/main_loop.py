@@ -11,8 +11,6 @@ from typing import Any, TypeVar
 
 from kvconnect.backends.daemon_threads import DaemonThreads
 
-__all__ = ["main_loop", "run_to_end"]
-
 T = TypeVar("T")
 
 _THREADS = 16

@@ -12,8 +12,6 @@ from kvconnect.backends.url import StoreUrl
 from kvconnect.errors import ConfigurationError
 from kvconnect.keys import salt_of
 
-__all__ = ["Quotas", "quotas_of", "tenant_of"]
-
 _SHARE = re.compile(r"(\d{1,3}(?:\.\d{1,6})?)%|([01](?:\.\d{1,9})?)")
 _OTHERS = "*"
 _SHARE_FORM = "a share of the capacity such as 10% or 0.1 is needed"

@@ -13,15 +13,6 @@ from kvconnect.backends.guard.store import GuardedBackend
 from kvconnect.backends.url import StoreUrl
 from kvconnect.errors import ConfigurationError, MissingExtra, UnknownScheme, nearest
 
-__all__ = [
-    "ENTRY_POINT_GROUP",
-    "BackendFactory",
-    "codecs_of",
-    "factory_of",
-    "open_backend",
-    "schemes",
-]
-
 BackendFactory: TypeAlias = Callable[[StoreUrl], Backend]
 """The target of an entry point of the group `ENTRY_POINT_GROUP`, named by its URL scheme."""
 

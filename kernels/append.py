@@ -20,8 +20,6 @@ from kvconnect.kernels.host import reference
 from kvconnect.kernels.host.tokens import append
 from kvconnect.kernels.library import register
 
-__all__ = ["reshape_and_cache"]
-
 
 def reshape_and_cache(
     key: Tensor, value: Tensor | None, kv: PagedKv, slot_mapping: Tensor, *, layer: int

@@ -18,8 +18,6 @@ from kvconnect.kernels.fallback import note_missing, run_plainly
 from kvconnect.kernels.host import reference
 from kvconnect.kernels.host.copy import copy_moves
 
-__all__ = ["copy_pairs", "move_blocks"]
-
 _ALL = slice(None)
 _HOST = torch.device("cpu")
 

@@ -21,8 +21,6 @@ from kvconnect.kernels.blocks.paged import PagedKv, bound
 from kvconnect.kernels.blocks.transfer import DONE, Transfer
 from kvconnect.kernels.library import register
 
-__all__ = ["copy_blocks", "gather_blocks", "scatter_blocks"]
-
 _ALL = slice(None)
 
 

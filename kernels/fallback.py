@@ -13,8 +13,6 @@ from kvconnect.kernels.cuda import device
 from kvconnect.kernels.cuda.device import DeviceWork
 from kvconnect.trace import warn_once
 
-__all__ = ["note_missing", "run_plainly", "tried"]
-
 
 def tried(where: torch.device, submit: Callable[[DeviceWork], Transfer]) -> Transfer | None:
     """Calls `submit` with the kernels of device `where` and returns its result.

@@ -11,8 +11,6 @@ from collections.abc import Callable
 
 import torch
 
-__all__ = ["register"]
-
 _LIBRARY = torch.library.Library("kvconnect", "DEF")  # type: ignore[no-untyped-call]
 _HOST_AND_DEVICE = ("CPU", "CUDA")
 

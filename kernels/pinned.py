@@ -16,8 +16,6 @@ from torch import Tensor
 from kvconnect.errors import ConfigurationError
 from kvconnect.trace import warn_once
 
-__all__ = ["ALIGNMENT", "PinnedPool", "host_bytes", "page_lock"]
-
 ALIGNMENT = 4096
 """The alignment of the memory and of each slot: a page, as O_DIRECT requires."""
 

@@ -10,8 +10,6 @@ from kvconnect.kernels.cuda.compile.nvrtc import NvrtcMissing, find_nvrtc
 from kvconnect.kernels.cuda.driver.cuda_library import cuda_library
 from kvconnect.kernels.cuda.driver.interface import NoDevice
 
-__all__ = ["Capabilities", "capabilities"]
-
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:

@@ -17,8 +17,6 @@ from torch import Tensor
 from kvconnect.errors import ConfigurationError, nearest
 from kvconnect.layout import KvCacheLayout
 
-__all__ = ["LIMITS", "dequantize_payload", "quantize_payload", "quantize_rows", "quantized_nbytes"]
-
 LIMITS = {"fp8_e4m3": 448.0, "int8": 127.0}
 """The largest value that each code can represent."""
 

@@ -20,8 +20,6 @@ from kvconnect.backends.disk.settings import DiskSettings
 from kvconnect.backends.lanes import Lanes
 from kvconnect.errors import BackendUnavailable, ConfigurationError
 
-__all__ = ["DiskClient", "not_open"]
-
 logger = logging.getLogger("kvconnect")
 
 T = TypeVar("T")

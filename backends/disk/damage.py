@@ -12,8 +12,6 @@ from typing import TypeVar
 
 from kvconnect.backends.disk.errors import IndexDamaged
 
-__all__ = ["expect_schema", "expect_sound", "whole_numbers"]
-
 T = TypeVar("T", bound=tuple[object, ...])
 
 _NUMBER, _TEXT, _BYTES, _BYTES_OR_NULL = "integer", "text", "blob", "blob or null"

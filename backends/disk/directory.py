@@ -38,8 +38,6 @@ from kvconnect.errors import BackendUnavailable, ConfigurationError
 from kvconnect.keys import BlockKey
 from kvconnect.trace import warn_once
 
-__all__ = ["DiskDirectory", "ignore"]
-
 logger = logging.getLogger("kvconnect")
 
 

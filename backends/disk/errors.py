@@ -9,18 +9,6 @@ from contextlib import contextmanager
 
 from kvconnect.errors import BackendUnavailable
 
-__all__ = [
-    "NO_SPACE",
-    "IndexConnectionLost",
-    "IndexDamaged",
-    "IndexFailed",
-    "IndexFull",
-    "IndexNotOpened",
-    "IndexReadOnly",
-    "SegmentLost",
-    "index_errors",
-]
-
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """The error numbers of a limit on bytes: a full disk, a quota, a file size limit."""
 

@@ -17,8 +17,6 @@ from kvconnect.backends.disk.files.direct_io import Location
 from kvconnect.backends.quotas import Quotas
 from kvconnect.keys import BlockKey
 
-__all__ = ["TENANT", "Eviction", "Victim"]
-
 TENANT = "CASE length(namespace) WHEN 48 THEN substr(namespace, 33) ELSE x'' END"
 """The SQL expression of a block's tenant, equal to `kvconnect.backends.quotas.tenant_of`."""
 

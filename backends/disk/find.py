@@ -19,17 +19,6 @@ from kvconnect.backends.entries import tokens_from_bytes
 from kvconnect.keys import KEY_NBYTES, BlockKey
 from kvconnect.tokens import TokenArray
 
-__all__ = [
-    "READABLE",
-    "IndexReader",
-    "Located",
-    "in_parts",
-    "marks",
-    "microseconds",
-    "oldest_valid",
-    "valid",
-]
-
 T = TypeVar("T")
 
 _VALUES_PER_QUERY = 512

@@ -24,20 +24,6 @@ from kvconnect.backends.disk.errors import (
 from kvconnect.backends.disk.settings import Durability
 from kvconnect.errors import BackendUnavailable
 
-__all__ = [
-    "FOREVER",
-    "INDEX_NAME",
-    "IndexLog",
-    "connect",
-    "connect_read_only",
-    "empty_index",
-    "has_column",
-    "index_nbytes",
-    "log_file_nbytes",
-    "log_nbytes",
-    "make_index",
-]
-
 logger = logging.getLogger("kvconnect")
 
 INDEX_NAME = "index.sqlite3"

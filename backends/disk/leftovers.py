@@ -7,8 +7,6 @@ import sqlite3
 from kvconnect.backends.disk.damage import whole_numbers
 from kvconnect.backends.disk.files.direct_io import Location, aligned_size
 
-__all__ = ["Leftovers"]
-
 # The bytes that one transaction overwrites while others wait.
 _NBYTES = 16 << 20
 _ROWS = 256

@@ -13,8 +13,6 @@ from kvconnect.keys import BlockKey
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["load"]
-
 
 def load(
     directory: DiskDirectory,

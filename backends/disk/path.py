@@ -20,22 +20,6 @@ from kvconnect.backends.disk.format import INDEX_NAME
 from kvconnect.errors import BackendUnavailable, ConfigurationError
 from kvconnect.trace import count, warn_once
 
-__all__ = [
-    "Identity",
-    "check_format",
-    "default_capacity",
-    "expect_own_index",
-    "held",
-    "identity",
-    "log_identity",
-    "no_space",
-    "remove_probes",
-    "replace_index",
-    "unwritable",
-    "warn_damaged",
-    "write_format",
-]
-
 Identity = tuple[int, int]
 
 FORMAT = 1

@@ -9,8 +9,6 @@ from kvconnect.backends.disk.files.direct_io import Location
 from kvconnect.backends.disk.format import FOREVER
 from kvconnect.backends.entries import end_of, tokens_to_bytes
 
-__all__ = ["INSERT", "Reservation", "row_of"]
-
 INSERT = (
     "INSERT OR IGNORE INTO blocks(key, segment, slot, size, length, priority, created, used,"
     " parent, tokens, namespace, pool_group, model, expires)"

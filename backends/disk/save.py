@@ -14,8 +14,6 @@ from kvconnect.backends.disk.writer import IndexWriter
 from kvconnect.frame import FrameChecksum
 from kvconnect.trace import count, warn_once
 
-__all__ = ["save"]
-
 
 def save(
     directory: DiskDirectory,

@@ -9,8 +9,6 @@ from typing import Literal
 from kvconnect.backend import DEFAULT_PIN_FRACTION, Access
 from kvconnect.backends.quotas import Quotas
 
-__all__ = ["DiskSettings", "Durability"]
-
 Durability = Literal["process", "power"]
 
 

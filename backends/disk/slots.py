@@ -24,8 +24,6 @@ from kvconnect.frame import ALIGNMENT
 from kvconnect.keys import BlockKey
 from kvconnect.trace import count, warn_once
 
-__all__ = ["SlotAllocator", "slot_size"]
-
 # The size of a segment, the unit that changes from one slot size to another: a sixteenth of the
 # capacity, in large stores 1 GiB, but never more than 256 files.
 _SEGMENTS_MIN = 16

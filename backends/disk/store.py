@@ -33,8 +33,6 @@ from kvconnect.layout import KvCacheLayout
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["DiskBackend", "from_url"]
-
 
 def from_url(url: StoreUrl) -> DiskBackend:
     """Parses ``disk:///var/cache/kv?capacity=200GiB&durability=power&ttl=7d`` or ``disk:kv``."""

@@ -6,8 +6,6 @@ import time
 
 from kvconnect.backends.disk.find import microseconds
 
-__all__ = ["SANE", "UseClock"]
-
 SANE = 1 << 56
 """Microseconds of the year 4253: a later stamp counts as damage and is ignored."""
 

@@ -32,8 +32,6 @@ from kvconnect.backends.disk.use_clock import SANE, UseClock
 from kvconnect.backends.quotas import tenant_of
 from kvconnect.keys import BlockKey
 
-__all__ = ["IndexWriter"]
-
 _EXPIRED_PER_SAVE = 256
 _EXPIRED_AT_OPEN = 16384
 # Seconds between two checks for damage while the index is open.

@@ -15,14 +15,6 @@ from kvconnect.backend import Child, StoredEntry
 from kvconnect.errors import BackendUnavailable
 from kvconnect.keys import KEY_NBYTES
 
-__all__ = [
-    "checked_children",
-    "checked_entries",
-    "checked_entry",
-    "checked_numbers",
-    "checked_pins",
-]
-
 
 def checked_children(answer: object, name: str) -> Sequence[Child]:
     """Returns `answer`, which `children` of a backend gave, after a check of its types.

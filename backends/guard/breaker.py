@@ -11,8 +11,6 @@ from typing import Any
 from kvconnect.errors import BackendUnavailable
 from kvconnect.trace import Labels, count
 
-__all__ = ["Breaker", "BreakerState"]
-
 logger = logging.getLogger("kvconnect")
 
 _FAILURES_TO_OPEN = 5  # in a row

@@ -19,8 +19,6 @@ from kvconnect.errors import (
 from kvconnect.redaction import as_cause, text_without_passwords
 from kvconnect.trace import Labels, count
 
-__all__ = ["Call", "Calls", "counted", "mapped", "raise_any", "together", "unopened"]
-
 S = TypeVar("S")
 T = TypeVar("T")
 

@@ -104,9 +104,6 @@ def _exactly(plain: bytes, nbytes: int, name: str) -> bytes:
     return plain
 
 
-__all__ = ["CodecFlag", "Codecs", "codec_names"]
-
-
 class CodecFlag(IntFlag):
     """The codecs that a frame's payload was encoded with."""
 

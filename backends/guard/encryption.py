@@ -19,8 +19,6 @@ from kvconnect.errors import BadFrame, ConfigurationError, MissingExtra, OtherCo
 from kvconnect.keys import BlockKey
 from kvconnect.tokens import TokenArray
 
-__all__ = ["Cipher", "read_key_file"]
-
 _KEY_NBYTES = 32
 _KEY_FILE_MOST = 4096
 _ID_NBYTES = 8

@@ -23,8 +23,6 @@ from kvconnect.trace import Labels, count, warn_once
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["FramedStore", "load_counted"]
-
 
 class FramedStore:
     """The blocks of `inner`, whose values are frames.

@@ -21,8 +21,6 @@ from kvconnect.layout import KvCacheLayout
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Framing"]
-
 T = TypeVar("T")
 
 # Hashing less than this takes less time than handing it to a thread; codecs are slower.

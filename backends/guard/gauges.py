@@ -11,8 +11,6 @@ from kvconnect.backends.guard.calls import Calls, mapped
 from kvconnect.errors import RetryLater
 from kvconnect.trace import Labels, metrics
 
-__all__ = ["GuardGauges"]
-
 # Seconds that a reader of metrics waits for the store's own numbers before it gets the last ones.
 _LONGEST_WAIT_S = 0.5
 _OF_THE_STORE = ("blocks", "bytes", "capacity")

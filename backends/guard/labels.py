@@ -9,8 +9,6 @@ from kvconnect.backends.url import StoreUrl
 from kvconnect.redaction import HIDDEN
 from kvconnect.trace import Labels
 
-__all__ = ["StoreLabels", "place_of", "store_labels"]
-
 # The most addresses that labels distinguish. Counters live as long as the process, which may open
 # stores at many addresses.
 _MOST_PLACES = 256

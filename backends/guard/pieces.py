@@ -10,8 +10,6 @@ from kvconnect.backends.guard.calls import together
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["PIECE_NBYTES", "load_pieces", "pieces"]
-
 # The bytes of a piece: large enough to hide its fixed costs (a thread switch, a query), small
 # enough that the last check, which overlaps with no load, is short.
 PIECE_NBYTES = 16 << 20

@@ -10,8 +10,6 @@ from kvconnect.backends.guard.answers import checked_entry
 from kvconnect.backends.guard.calls import Call, Calls
 from kvconnect.errors import RetryLater
 
-__all__ = ["scanned"]
-
 # A call of its own for each entry costs more than the entry. A reader of a few entries does not
 # wait for many: each step has twice as many as the one before.
 _FIRST_ENTRIES = 4

@@ -35,8 +35,6 @@ from kvconnect.trace import Labels, Span, trace
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["GuardedBackend"]
-
 logger = logging.getLogger("kvconnect")
 
 

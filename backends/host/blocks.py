@@ -22,8 +22,6 @@ from kvconnect.frame import ALIGNMENT, FrameChecksum, frame_nbytes
 from kvconnect.keys import BlockKey
 from kvconnect.layout import KvCacheLayout
 
-__all__ = ["HostBlocks", "unit_nbytes"]
-
 # With one layout, a block is one unit and one copy. With several, blocks of any size share small
 # units.
 _SHARED_UNIT = 64 << 10

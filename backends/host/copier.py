@@ -12,8 +12,6 @@ from kvconnect.backends.host.fused_copy import Bytes, FusedCopy, ValueCopy, fuse
 from kvconnect.backends.lanes import Lane
 from kvconnect.frame import HEADER_NBYTES, FrameChecksum
 
-__all__ = ["Copy", "copy_all"]
-
 # Copying less than this takes less time than handing it to a thread.
 _INLINE_NBYTES = 1 << 20
 # The bytes hashed while they are in the processor's cache; with fewer the interpreter's lock is

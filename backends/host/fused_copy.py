@@ -21,8 +21,6 @@ from numpy.typing import NDArray
 
 from kvconnect.frame import CHECKSUM_AT, HEADER_NBYTES
 
-__all__ = ["Bytes", "FusedCopy", "ValueCopy", "fused_copy"]
-
 logger = logging.getLogger("kvconnect")
 
 Bytes: TypeAlias = NDArray[np.uint8]

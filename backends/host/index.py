@@ -14,8 +14,6 @@ from kvconnect.backends.entries import BlockMetadata
 from kvconnect.backends.quotas import Quotas, tenant_of
 from kvconnect.keys import BlockKey
 
-__all__ = ["MemoryBlock", "MemoryIndex"]
-
 
 @dataclass(slots=True, eq=False)
 class MemoryBlock:

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from kvconnect.errors import ConfigurationError
 
-__all__ = ["MemoryRegion"]
-
 
 class MemoryRegion:
     """A region of `nbytes` in units of `unit` bytes; page-locked if there is CUDA.

@@ -25,8 +25,6 @@ from kvconnect.frame import FrameChecksum
 from kvconnect.keys import BlockKey
 from kvconnect.layout import KvCacheLayout
 
-__all__ = ["MemoryBackend", "from_url"]
-
 DEFAULT_CAPACITY = 1 << 30
 
 

@@ -14,8 +14,6 @@ from kvconnect.redaction import text_without_passwords, without_passwords
 from kvconnect.trace import warn_once
 from kvconnect.transfer.peers import Peers
 
-__all__ = ["Directory", "connect"]
-
 _LIVES_S = 10.0
 """The seconds after its last write for which an instance is listed."""
 

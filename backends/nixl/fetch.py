@@ -31,8 +31,6 @@ from kvconnect.transfer.transport import PeerHandle
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Fetcher", "portions", "reads_of"]
-
 _PORTIONS_IN_FLIGHT = 4
 # Seconds without reads from a peer whose blocks did not match their digests.
 _AVOID_S = 30.0

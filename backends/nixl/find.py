@@ -25,8 +25,6 @@ from kvconnect.transfer.control.keyed import (
 from kvconnect.transfer.control.messages import Message
 from kvconnect.transfer.peers import PeerLink, Peers
 
-__all__ = ["NixlFinder"]
-
 _REMEMBERED = 1 << 16
 
 

@@ -14,8 +14,6 @@ from kvconnect.transfer.peers import PeerLink
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["load"]
-
 
 async def load(
     own: HostBlocks,

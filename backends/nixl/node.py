@@ -17,8 +17,6 @@ from kvconnect.transfer.node import PeerNode
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["NixlNode"]
-
 _FORMAT = 2
 """The version of the meaning of a key and of the bytes of its block."""
 

@@ -33,8 +33,6 @@ from kvconnect.transfer.digests import digest_of
 from kvconnect.transfer.leases.lease import Ended
 from kvconnect.transfer.leases.server import LeaseServer, Send
 
-__all__ = ["Publisher"]
-
 logger = logging.getLogger("kvconnect")
 
 # The most units of one grant, which has to fit a message; peers claim the rest afterwards.

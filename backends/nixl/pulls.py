@@ -13,8 +13,6 @@ from kvconnect.transfer.pull import Pull
 from kvconnect.transfer.reads import Reads
 from kvconnect.transfer.transport import PeerHandle, Transport
 
-__all__ = ["Pulls", "Signal"]
-
 # The bytes per second for the deadline of a pull: its timeout plus its bytes at this rate.
 _LEAST_BYTES_PER_S = 16e6
 # Seconds to wait for a failed pull that may still write, before all pulls of the transport are

@@ -14,8 +14,6 @@ from kvconnect.redaction import shown_host, without_passwords
 from kvconnect.transfer.control.keyed import Verify
 from kvconnect.transfer.secret import SharedSecret, require_secret
 
-__all__ = ["NixlSettings"]
-
 _PARAMETERS = (
     *("advertise", "capacity", "device", "directory", "lease", "listen", "patience", "prefix"),
     *("secret_file", "staging", "timeout", "transport", "verify"),

@@ -11,8 +11,6 @@ from kvconnect.backends.host.region import MemoryRegion
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Staging"]
-
 _SLOTS = 8
 
 

@@ -26,8 +26,6 @@ from kvconnect.layout import KvCacheLayout
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["NixlBackend", "from_url"]
-
 
 def from_url(url: StoreUrl) -> NixlBackend:
     """Parses ``nixl://host:port,host:port?listen=host:port&capacity=4GiB``."""

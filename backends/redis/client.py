@@ -21,8 +21,6 @@ from kvconnect.backends.redis.settings import Address, RedisSettings
 from kvconnect.backends.redis.wire import Wire
 from kvconnect.errors import BackendUnavailable
 
-__all__ = ["Kind", "RedisNode", "connection_options", "transport_options"]
-
 T = TypeVar("T")
 
 _ASKING_THREADS = 2

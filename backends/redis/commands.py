@@ -15,29 +15,6 @@ from kvconnect.backends.redis.wire import Bytes, Reply, Wire
 from kvconnect.errors import BackendUnavailable
 from kvconnect.frame import FrameChecksum
 
-__all__ = [
-    "ASKING",
-    "REFUSALS",
-    "Ask",
-    "Fetched",
-    "Outcome",
-    "Put",
-    "Redirect",
-    "Refused",
-    "Stored",
-    "Want",
-    "about",
-    "ask",
-    "call",
-    "command",
-    "head_command",
-    "look",
-    "of_another_type",
-    "redirected",
-    "sound",
-    "state_of",
-]
-
 _ASK_WINDOW = 512
 ASKING = b"*1\r\n$6\r\nASKING\r\n"
 _GET_HEAD = b"*4\r\n$8\r\nGETRANGE\r\n$%%d\r\n%%s\r\n$1\r\n0\r\n$%d\r\n%d\r\n" % (

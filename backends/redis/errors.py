@@ -12,8 +12,6 @@ from kvconnect.backends.redis.settings import Address, Mode, RedisSettings
 from kvconnect.errors import BackendUnavailable, ConfigurationError
 from kvconnect.redaction import as_cause
 
-__all__ = ["explained", "permissions"]
-
 _AUTH = ("WRONGPASS", "NOAUTH", "AUTH", "invalid username", "Authentication")
 _LOOK_AT_USER = "look at user and password in the URL (redis://user:password@host, percent-encoded)"
 

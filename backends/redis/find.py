@@ -32,8 +32,6 @@ from kvconnect.errors import BackendUnavailable
 from kvconnect.keys import BlockKey
 from kvconnect.trace import warn_once
 
-__all__ = ["RedisChildren", "RedisFinder", "State", "leading_heads"]
-
 # The keys of a lookup that are requested at once; those behind the first absent one are wasted.
 _CHUNK = 256
 _HEAD_AND_METADATA = 4096  # most have less

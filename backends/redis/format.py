@@ -24,15 +24,6 @@ from typing import NamedTuple
 from kvconnect.errors import ConfigurationError
 from kvconnect.keys import KEY_NBYTES, BlockKey
 
-__all__ = [
-    "HEAD_NBYTES",
-    "MAX_VALUE_NBYTES",
-    "PART_NBYTES",
-    "Head",
-    "Names",
-    "Pin",
-]
-
 MAX_VALUE_NBYTES = 4 << 20
 """The most bytes of a value: one of 2 MiB moves three times as fast as one of 32 MiB."""
 

@@ -17,8 +17,6 @@ from kvconnect.backends.redis.server import scan_names
 from kvconnect.errors import BackendUnavailable
 from kvconnect.keys import KEY_NBYTES, BlockKey
 
-__all__ = ["RedisLeftovers"]
-
 _NO_EXPIRY = -1  # the PTTL of a value without expiry
 
 

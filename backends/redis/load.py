@@ -32,8 +32,6 @@ from kvconnect.trace import count
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["fetch", "load"]
-
 _AHEAD_NBYTES = 1 << 20
 
 

@@ -22,8 +22,6 @@ from kvconnect.errors import BackendUnavailable, ConfigurationError
 from kvconnect.keys import KEY_NBYTES, BlockKey
 from kvconnect.trace import warn_once
 
-__all__ = ["RedisPins"]
-
 _PAGE = 512
 _SWEEP_S = 60.0
 # Parts outlive what names them, as they do when they are saved.

@@ -18,8 +18,6 @@ from kvconnect.backends.redis.topology import topology_of
 from kvconnect.backends.redis.wire import Reply, Wire
 from kvconnect.errors import BackendUnavailable, ConfigurationError
 
-__all__ = ["RedisRouter", "all_ended"]
-
 # The bytes of values below which a second connection does not pay, because a server has one thread.
 _STRIPE_NBYTES = 32 << 20
 _MAX_REDIRECTS = 5

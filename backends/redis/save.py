@@ -39,8 +39,6 @@ from kvconnect.frame import FrameChecksum
 from kvconnect.keys import BlockKey
 from kvconnect.trace import count, warn_once
 
-__all__ = ["RedisWriter", "put"]
-
 # Seconds after which the parts of a writer that died expire; also the limit for writing a block.
 _ORPHAN_TTL_MS = 600_000
 # Seconds that parts outlive the value that refers to them.

@@ -16,8 +16,6 @@ from kvconnect.errors import BackendUnavailable, ConfigurationError
 from kvconnect.keys import BlockKey
 from kvconnect.trace import warn_once
 
-__all__ = ["Room", "check_server", "room_of", "scan_names", "scan_page", "survey", "takes_writes"]
-
 _OLDEST = (6, 2)
 _PAGE = 512
 _SURVEYED = 200_000

@@ -13,8 +13,6 @@ from kvconnect.backends.url import StoreUrl
 from kvconnect.errors import ConfigurationError
 from kvconnect.redaction import HIDDEN, shown_host
 
-__all__ = ["SCHEMES", "Address", "Mode", "RedisSettings", "Tls"]
-
 DEFAULT_PREFIX = "kvconnect:"
 # A server works on one thread: two connections keep it busy, more make its caches colder.
 DEFAULT_CONNECTIONS = 2

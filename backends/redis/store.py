@@ -28,8 +28,6 @@ from kvconnect.layout import KvCacheLayout
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["RedisBackend", "from_url"]
-
 
 def from_url(url: StoreUrl) -> RedisBackend:
     """Parses ``redis://user:password@host:6379/0?ttl=7d&prefix=kv:``, and the other schemes."""

@@ -21,8 +21,6 @@ from kvconnect.backends.redis.settings import Address, Mode, RedisSettings
 from kvconnect.errors import BackendUnavailable, ConfigurationError
 from kvconnect.trace import warn_once
 
-__all__ = ["Topology", "topology_of"]
-
 # The least seconds between two requests for the topology.
 _REFRESH_S = 1.0
 # The most seconds that calls wait for the answer, so that a frozen node does not delay the others.

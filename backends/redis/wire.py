@@ -20,8 +20,6 @@ import hiredis
 from kvconnect.backends.redis.settings import Address
 from kvconnect.errors import BackendUnavailable
 
-__all__ = ["Bytes", "Reply", "Wire"]
-
 Bytes: TypeAlias = bytes | memoryview
 
 Reply: TypeAlias = object

@@ -12,8 +12,6 @@ from kvconnect.backends.s3.bucket import Fetched, S3Bucket
 from kvconnect.backends.s3.format import BadRecord, Member, Record, record_nbytes
 from kvconnect.keys import BlockKey
 
-__all__ = ["Absent", "AnswerCache", "Found", "fetch_entry", "has_bytes", "member_until"]
-
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 

@@ -19,8 +19,6 @@ from kvconnect.backends.s3.settings import S3Settings
 from kvconnect.backends.s3.transport import fill
 from kvconnect.errors import BackendUnavailable
 
-__all__ = ["Conflict", "Fetched", "Gone", "Listed", "S3Bucket"]
-
 # The most pages of a listing in a row that are empty or repeat the one before.
 _MOST_BARREN_PAGES = 1000
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")

@@ -25,8 +25,6 @@ from kvconnect.errors import BackendUnavailable
 from kvconnect.keys import BlockKey
 from kvconnect.trace import warn_once
 
-__all__ = ["S3Children"]
-
 _MOST_CACHED = 1024
 _MOST_NBYTES = 4 << 20
 _TRIES = 8

@@ -32,8 +32,6 @@ from kvconnect.backends.s3.settings import S3Settings
 from kvconnect.backends.s3.transport import MOST_OF_ERROR, Transport, Upload
 from kvconnect.errors import ConfigurationError
 
-__all__ = ["S3Client"]
-
 T = TypeVar("T")
 
 _ATTEMPTS = 3

@@ -23,8 +23,6 @@ from botocore.exceptions import (
 
 from kvconnect.backends.s3.errors import Aborted
 
-__all__ = ["Connections"]
-
 # The bytes per second that determine a request's deadline, in addition to the timeout.
 _SLOWEST = 256 << 10
 # The bytes of a request that the socket may still hold after all were sent.

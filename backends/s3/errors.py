@@ -27,15 +27,6 @@ from kvconnect.backends.s3.settings import S3Settings
 from kvconnect.errors import BackendUnavailable, ConfigurationError
 from kvconnect.redaction import as_cause, text_without_passwords
 
-__all__ = [
-    "Aborted",
-    "S3Failure",
-    "failures",
-    "failures_at_open",
-    "is_of_signature",
-    "is_passing",
-]
-
 _REMEDIES = {
     "NoSuchBucket": "there is no such bucket; make it first",
     "404": "there is no such bucket, or what answers at endpoint_url is no S3 service",

@@ -21,8 +21,6 @@ from kvconnect.backends.s3.bucket import Listed, S3Bucket
 from kvconnect.backends.s3.format import Record
 from kvconnect.keys import BlockKey
 
-__all__ = ["S3Finder", "S3Listing"]
-
 _MOST_CACHED = 65_536
 # The probes above which an additional round to find the end of a prompt's blocks pays.
 _PROBES_AT_ONCE = 32

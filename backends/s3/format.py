@@ -21,17 +21,6 @@ from kvconnect.backends.entries import BlockMetadata, key_from_text
 from kvconnect.errors import Recompute
 from kvconnect.keys import BlockKey
 
-__all__ = [
-    "DAMAGED",
-    "PREAMBLE_NBYTES",
-    "BadRecord",
-    "Member",
-    "Record",
-    "pack",
-    "record_nbytes",
-    "unpack",
-]
-
 DAMAGED = (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
 """The exceptions of reading JSON of an unexpected form."""
 

@@ -17,8 +17,6 @@ from kvconnect.keys import BlockKey
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["S3Reader"]
-
 
 @dataclass(slots=True, eq=False)
 class _Part:

@@ -26,8 +26,6 @@ from kvconnect.backends.s3.format import Member, Record
 from kvconnect.errors import BackendUnavailable
 from kvconnect.keys import BlockKey
 
-__all__ = ["S3Writer"]
-
 # The most bytes of one request, because a failure in the middle of more would be costly.
 _MOST_OBJECT_NBYTES = 64 << 20
 _TRIES = 4

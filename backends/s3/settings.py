@@ -12,8 +12,6 @@ from kvconnect.backends.url import StoreUrl
 from kvconnect.errors import ConfigurationError
 from kvconnect.redaction import without_passwords
 
-__all__ = ["AddressingStyle", "S3Settings"]
-
 AddressingStyle = Literal["auto", "path", "virtual"]
 
 _PARAMETERS = (

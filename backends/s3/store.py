@@ -23,8 +23,6 @@ from kvconnect.layout import KvCacheLayout
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["S3Backend", "from_url"]
-
 _WATCH_S = 1.0
 
 

@@ -17,8 +17,6 @@ from botocore.exceptions import ConnectionClosedError, ResponseStreamingError
 
 from kvconnect.backends.s3.connections import Connections
 
-__all__ = ["MOST_OF_ERROR", "Transport", "Upload", "fill"]
-
 MOST_OF_ERROR = 64 << 10
 """The most bytes read of an error. Parsed as XML, each takes many times its memory."""
 

@@ -18,8 +18,6 @@ from kvconnect.trace import count, warn_once
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Backlog"]
-
 _BATCH_NBYTES = 8 << 20
 _BATCH_BLOCKS = 256
 # Copying less than this takes less time than handing it to a thread.

@@ -9,8 +9,6 @@ from kvconnect.backend import MAX_CHILDREN, Child, StoredEntry
 from kvconnect.backends.tiered.tier import Tier
 from kvconnect.keys import BlockKey
 
-__all__ = ["TieredFinder"]
-
 # The number of abandoned lookups above which a tier counts as slow.
 _MAX_UNANSWERED = 32
 

@@ -19,8 +19,6 @@ from kvconnect.trace import count, warn_once
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["TieredReader"]
-
 
 class TieredReader:
     """Loads blocks from the tiers, and copies them to faster tiers. Belongs to the event loop.

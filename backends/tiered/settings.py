@@ -10,8 +10,6 @@ from kvconnect.backends.url import StoreUrl
 from kvconnect.errors import ConfigurationError, nearest
 from kvconnect.redaction import shown_fields
 
-__all__ = ["TieredSettings", "Write", "parse_tiered"]
-
 Write = Literal["through", "behind"]
 
 _MAX_TIERS = 8

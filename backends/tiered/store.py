@@ -22,8 +22,6 @@ from kvconnect.layout import KvCacheLayout
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["TieredBackend", "from_url"]
-
 
 def from_url(url: StoreUrl) -> TieredBackend:
     """Parses ``tiered:?tiers=memory:%3Fcapacity=4GiB,disk:/var/kv&write=through,behind``."""

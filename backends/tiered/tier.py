@@ -18,8 +18,6 @@ from kvconnect.keys import KEY_NBYTES, BlockKey
 from kvconnect.layout import KvCacheLayout
 from kvconnect.trace import count, warn_once
 
-__all__ = ["Tier"]
-
 S = TypeVar("S")
 T = TypeVar("T")
 

@@ -12,18 +12,6 @@ from torch import Tensor
 
 from kvconnect.errors import ConfigurationError
 
-__all__ = [
-    "SMALL",
-    "BlockIds",
-    "Ids",
-    "Unpadded",
-    "check_integers",
-    "check_targets",
-    "host_ids",
-    "on_device",
-    "unpadded",
-]
-
 Ids: TypeAlias = npt.NDArray[np.int64]
 """Block ids on the host: 1-D int64, contiguous."""
 

@@ -8,17 +8,6 @@ from torch import Tensor
 from kvconnect.errors import ConfigurationError, nearest
 from kvconnect.kernels.blocks.paged import PagedKv
 
-__all__ = [
-    "PATHS",
-    "as_bytes",
-    "byte_rows",
-    "check_devices",
-    "check_path",
-    "layer_range",
-    "plain",
-    "typed_rows",
-]
-
 PATHS = ("auto", "kernel", "dma", "staged", "torch")
 _ALL = slice(None)
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-__all__ = ["extent", "overlap", "shares_elements"]
-
 
 def extent(tensor: Tensor) -> tuple[int, int]:
     """Returns the first address of `tensor` and the one after its last byte.

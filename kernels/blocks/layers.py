@@ -13,8 +13,6 @@ from kvconnect.errors import ConfigurationError, nearest
 from kvconnect.kernels.blocks.extents import shares_elements
 from kvconnect.layout import KvCacheLayout
 
-__all__ = ["KvLayer", "Planes", "check_layout", "layer_planes", "pool_planes"]
-
 KvLayer: TypeAlias = Tensor | tuple[Tensor, Tensor]
 """One layer's cache: keys and values in one tensor, or one tensor of each."""
 

@@ -28,17 +28,6 @@ from kvconnect.kernels.blocks.paged import PagedKv
 from kvconnect.kernels.blocks.runs import RunTable
 from kvconnect.kernels.blocks.strips import PlaneBytes, PlanePair, make_strips
 
-__all__ = [
-    "Blocks",
-    "Moves",
-    "Partner",
-    "Some",
-    "pair_moves",
-    "row_moves",
-    "row_table",
-    "split_mapping",
-]
-
 Blocks: TypeAlias = PagedKv | Tensor
 """One side: paged memory, or uint8 ``[rows, nbytes]`` with a block in each contiguous row."""
 

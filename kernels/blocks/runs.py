@@ -11,8 +11,6 @@ import numpy.typing as npt
 
 from kvconnect.kernels.blocks.strips import Strip
 
-__all__ = ["RUN", "RunTable", "Runs"]
-
 RUN = np.dtype(
     [
         (name, np.int64)

@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-__all__ = ["PlaneBytes", "PlanePair", "Side", "Strip", "make_strips"]
-
 _MAX_RUN = 1 << 30
 """The largest size of merged runs, so that lengths fit into 32 bits everywhere."""
 

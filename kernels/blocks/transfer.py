@@ -5,8 +5,6 @@ from __future__ import annotations
 import threading
 from typing import Any, ClassVar, Protocol
 
-__all__ = ["DONE", "CopyEvent", "Transfer"]
-
 
 class CopyEvent(Protocol):
     """An event that happens after a copy, with the methods of `torch.cuda.Event` used here."""

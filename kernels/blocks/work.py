@@ -12,8 +12,6 @@ from kvconnect.kernels.blocks.block_ids import Ids
 from kvconnect.kernels.blocks.paged import PagedKv
 from kvconnect.kernels.blocks.runs import RunTable
 
-__all__ = ["AppendWork", "BlockCopy", "End", "UpdateWork"]
-
 
 class End(NamedTuple):
     """A side of a copy of blocks.

@@ -7,8 +7,6 @@ from enum import Enum
 
 from kvconnect.errors import ConfigurationError
 
-__all__ = ["CopyPolicy", "Direction", "Route"]
-
 _KIB = 1024
 _MIB = 1024 * _KIB
 

@@ -10,8 +10,6 @@ import numpy as np
 from kvconnect.kernels.blocks.work import BlockCopy
 from kvconnect.kernels.cuda.driver.interface import MAX_BATCH, AccessOrder, Descriptors, Driver
 
-__all__ = ["cut", "describe", "submit"]
-
 
 def describe(copy: BlockCopy) -> Descriptors:
     """Returns all runs of all pairs, as few as possible, in the order of their targets.

@@ -21,8 +21,6 @@ from kvconnect.kernels.cuda.driver.interface import AccessOrder, Descriptors, Dr
 from kvconnect.kernels.cuda.launch.launcher import Grid, Launcher
 from kvconnect.kernels.cuda.launch.runs import launch_copy
 
-__all__ = ["Routes"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Staging:

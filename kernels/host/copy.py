@@ -21,8 +21,6 @@ from kvconnect.kernels.blocks.paged import PagedKv
 from kvconnect.kernels.blocks.runs import RunTable
 from kvconnect.kernels.blocks.strips import Side, Strip
 
-__all__ = ["copy_moves"]
-
 _Opaque: TypeAlias = npt.NDArray[np.void]
 
 _FEW_RUNS = 16

@@ -10,15 +10,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = [
-    "append",
-    "copy",
-    "gather",
-    "scatter",
-    "update_packed",
-    "update_padded",
-]
-
 
 def gather(planes: Sequence[Tensor], block_ids: Sequence[int], out: Tensor) -> None:
     """Copies block ``block_ids[i]`` to row i of `out`; -1 is skipped.

@@ -13,8 +13,6 @@ from kvconnect.kernels.blocks.block_ids import Unpadded
 from kvconnect.kernels.blocks.buffers import as_bytes
 from kvconnect.kernels.blocks.paged import PagedKv
 
-__all__ = ["append", "update_packed", "update_padded"]
-
 _KNOWN = {torch.float64, torch.float32, torch.float16}
 """The types that NumPy has, too; tensors of other types are viewed as bytes."""
 

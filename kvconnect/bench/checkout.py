@@ -12,8 +12,6 @@ from typing import Any
 
 from kvconnect.errors import ConfigurationError
 
-__all__ = ["from_checkout", "has_checkout"]
-
 _FOLDER = Path(__file__).resolve().parents[2] / "tests" / "benchmarks"
 
 

@@ -20,8 +20,6 @@ from kvconnect.bench.store.floor import seconds_of
 from kvconnect.connector.ranks.communicator import Communicator, Instructions, Report, agreed
 from kvconnect.connector.ranks.distributed import DistributedCommunicator
 
-__all__ = ["rank_exchanges"]
-
 _RANKS = 2
 _ROUNDS = 10  # exchanges and round trips alternate, so that other load slows both
 _CONNECT = timedelta(seconds=60)

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-__all__ = ["Figure", "as_json_object", "binary_size", "machine", "median_ratio", "render"]
-
 
 @dataclass(frozen=True, slots=True)
 class Figure:

@@ -27,14 +27,6 @@ from kvconnect.bench.workload import random_prompt
 from kvconnect.connector.runtime.manager import KvCacheConnectorManager
 from kvconnect.tokens import TokenArray
 
-__all__ = [
-    "cold_read_seconds",
-    "first_pass_seconds",
-    "forget_files",
-    "idle_overhead",
-    "restart",
-]
-
 _READ_NBYTES = 1 << 20
 _ONE = SamplingParams(max_tokens=1, ignore_eos=True)
 _CONNECTOR_CALLS = (

@@ -11,8 +11,6 @@ import numpy as np
 
 from kvconnect.tokens import TokenArray
 
-__all__ = ["bench_model", "model_and_scratch", "random_prompt"]
-
 
 def bench_model(directory: Path | None, scratch: Path) -> Path:
     """Returns the user's model, or makes a random Llama of 46 million parameters in `scratch`."""

@@ -28,8 +28,6 @@ from kvconnect.keys import KeyChain
 from kvconnect.layout import KvCacheLayout
 from kvconnect.tokens import TokenArray, Tokens
 
-__all__ = ["BlockManager", "SequenceAllocation"]
-
 
 @dataclass(frozen=True, slots=True)
 class SequenceAllocation:

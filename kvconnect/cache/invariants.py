@@ -12,8 +12,6 @@ from kvconnect.cache.sequence.sequence import PinHandle, Sequence
 from kvconnect.cache.tree.radix_tree import RadixTree
 from kvconnect.cache.tree.segment import Root, Segment
 
-__all__ = ["check_invariants"]
-
 
 def check_invariants(
     tree: RadixTree,

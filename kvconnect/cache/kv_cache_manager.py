@@ -31,8 +31,6 @@ from kvconnect.request import (
 )
 from kvconnect.tokens import TokenArray, common_length
 
-__all__ = ["KVCacheManager"]
-
 _CPU = torch.device("cpu")
 
 CopierFactory = Callable[

@@ -16,8 +16,6 @@ from kvconnect.layout import KvCacheLayout
 from kvconnect.request import ExternalMatcher, LlmRequest, ScheduledBatch
 from kvconnect.tokens import TokenArray
 
-__all__ = ["BaseKVCacheManager", "BaseResourceManager", "KVCacheManagerFactory", "PinnedBlocks"]
-
 
 class PinnedBlocks:
     """An opaque handle of blocks that stay until it is passed to `BaseKVCacheManager.unpin`."""

@@ -11,8 +11,6 @@ from contextlib import contextmanager
 from threading import Event
 from types import FrameType
 
-__all__ = ["Terminated", "note_interrupt", "raise_on_sigterm"]
-
 
 class Terminated(BaseException):
     """The exception of SIGTERM. Like ``KeyboardInterrupt`` no ``except Exception`` catches it."""

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from kvconnect.simulate.machine import Machine
     from kvconnect.simulate.tier_size import TierSize
 
-__all__ = ["Machines", "add_store_rates", "parse_machines", "parse_store_rates"]
-
 _REFINEMENTS = {"store_first_byte_s": 0.0, "step_s": 0.0, "step_tokens": None}
 """Options that only matter beside ``--store-rate``, with their defaults."""
 

@@ -30,8 +30,6 @@ from kvconnect.errors import (
 from kvconnect.redaction import text_without_passwords, without_passwords
 from kvconnect.text import printable
 
-__all__ = ["COMMANDS", "JsonLines", "TextLines", "main"]
-
 COMMANDS = {
     "generate": "answer prompts with a model, keeping its KV cache in a store",
     "serve": "answer over HTTP as OpenAI's API does, keeping the KV cache in a store",

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from kvconnect.engine.llm import LLM
     from kvconnect.engine.request.handle import RequestHandle
 
-__all__ = ["GivenPrompt", "add_prompt_options", "read_prompts"]
-
 _FORMS = ("prompt", "prompt_token_ids", "messages")
 _FORM = 'write {"prompt": "…"}, {"prompt_token_ids": […]} or {"messages": […]}'
 

@@ -16,8 +16,6 @@ from kvconnect.explain.outcome import LOST
 from kvconnect.prometheus.overview import Overview, StoreNumbers
 from kvconnect.text import printable
 
-__all__ = ["view"]
-
 _BREAKER = ("in use", "probed", "left alone")
 _BAR = 24
 

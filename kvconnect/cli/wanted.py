@@ -18,16 +18,6 @@ from kvconnect.operations.result import Result
 from kvconnect.operations.which import Which
 from kvconnect.tokens import TokenArray
 
-__all__ = [
-    "add_model_revision",
-    "add_wanted",
-    "given_prompts",
-    "reported",
-    "store_and_wanted",
-    "tokens_of",
-    "wanted_of_server",
-]
-
 R = TypeVar("R", bound=Result)
 
 

@@ -17,16 +17,6 @@ from kvconnect.keys import BlockHash, BlockKey, Shard
 from kvconnect.layout import KvCacheLayout
 from kvconnect.shards import RankShard, StoredHeads, stored_heads
 
-__all__ = [
-    "Direction",
-    "KvCachePool",
-    "KvCachePools",
-    "LlmArgs",
-    "RequestData",
-    "SchedulerOutput",
-    "TransferFailure",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class LlmArgs:

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from kvconnect.keys import Shard
 
-__all__ = ["Mapping", "ParallelConfig"]
-
 
 @dataclass(frozen=True, slots=True)
 class Mapping:

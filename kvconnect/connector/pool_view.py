@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["PoolView", "pool_view"]
-
 _TO_HOST = frozenset({Tensor.cpu, Tensor.to})
 
 

@@ -9,8 +9,6 @@ from typing import Any
 from kvconnect.connector.data import LlmArgs, SchedulerOutput
 from kvconnect.request import LlmRequest
 
-__all__ = ["KvCacheConnectorScheduler"]
-
 
 class KvCacheConnectorScheduler(ABC):
     """Decides what is loaded and saved. Lives on the leader, rank 0; called on the engine's thread.

@@ -6,8 +6,6 @@ from typing import Protocol, TypeAlias, TypeVar
 
 import torch
 
-__all__ = ["CpuEvent", "CpuStream", "ForwardStream", "cuda_stream"]
-
 
 class Waitable(Protocol):
     """A stream or an event of any device."""

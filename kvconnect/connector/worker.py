@@ -12,8 +12,6 @@ from kvconnect.connector.pool_view import pool_view
 from kvconnect.connector.stream import ForwardStream
 from kvconnect.errors import ConfigurationError
 
-__all__ = ["KvCacheConnectorWorker"]
-
 
 class KvCacheConnectorWorker(ABC):
     """Moves KV blocks of one rank. Called on the engine's thread.

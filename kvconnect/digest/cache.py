@@ -12,8 +12,6 @@ import xxhash
 from kvconnect.digest.identity import FileIdentity
 from kvconnect.user_cache import cache_directory, is_private, replace_file
 
-__all__ = ["DigestCache", "ProvenContents", "user_directory"]
-
 _MAX_ENTRIES = 1024
 _MAX_NBYTES = 1 << 20
 _DIGEST_NBYTES = 32

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from kvconnect.digest.memory import same_bits
 
-__all__ = ["Canary", "CanaryRun"]
-
 CanaryRun: TypeAlias = Callable[[], Sequence[Tensor]]
 """Computes results that depend on everything that is watched, and returns them."""
 

@@ -14,8 +14,6 @@ import xxhash
 from kvconnect.digest.progress import in_threads
 from kvconnect.errors import ModelChanged
 
-__all__ = ["Content", "content_digests"]
-
 _WHOLE = 256 << 20
 _LEAF = 16 << 20
 _PIECE = 1 << 20  # is hashed while it is in the processor's cache

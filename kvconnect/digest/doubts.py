@@ -7,8 +7,6 @@ from typing import Self
 
 from kvconnect.trace import count, warn_once
 
-__all__ = ["Doubt", "note_doubt"]
-
 
 class Doubt(StrEnum):
     """A reason for which no key identifies a computation. Its value is the metric's label.

@@ -18,8 +18,6 @@ from kvconnect.digest.shard_index import chooses, weight_map
 from kvconnect.digest.weight_files import WEIGHTS, WeightFiles, is_regular, regular_files
 from kvconnect.errors import ConfigurationError, ModelChanged
 
-__all__ = ["ModelFiles", "OpenFile"]
-
 _ADAPTER = "adapter_config.json"
 _SETTINGS = (".json", ".jinja", ".model", ".tiktoken", ".txt")
 _TEMPLATES = "additional_chat_templates"

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from typing import NamedTuple, Self
 
-__all__ = ["FileIdentity"]
-
 
 class FileIdentity(NamedTuple):
     """The identity of a file and its state at one moment.

@@ -14,16 +14,6 @@ from torch import Tensor, nn
 
 from kvconnect.digest.progress import in_threads
 
-__all__ = [
-    "NamedTensor",
-    "as_bytes",
-    "content_of_tensors",
-    "memory_place",
-    "module_tensors",
-    "pieces",
-    "same_bits",
-]
-
 NamedTensor: TypeAlias = tuple[str, Tensor]
 """A parameter or buffer by its full name."""
 

@@ -17,8 +17,6 @@ from kvconnect.digest.identity import FileIdentity
 from kvconnect.digest.weight_files import WEIGHTS
 from kvconnect.errors import ConfigurationError
 
-__all__ = ["check_revision", "digest_of", "model_digest"]
-
 # Settings that a release of transformers or a download changes without changing the model.
 _VOLATILE = {"transformers_version", "_name_or_path"}
 # A file that changed so shortly before it was read may change again under the same times.

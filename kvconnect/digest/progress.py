@@ -9,8 +9,6 @@ from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-__all__ = ["in_threads"]
-
 logger = logging.getLogger("kvconnect.digest")
 
 _SECONDS_BETWEEN_LINES = 5.0

@@ -8,8 +8,6 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import PurePosixPath
 from typing import TypeAlias
 
-__all__ = ["chooses", "weight_map"]
-
 _SAFETENSORS = ".safetensors"
 _MAX_HEADER = 100_000_000  # bytes, as the format's own library has it
 

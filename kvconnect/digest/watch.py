@@ -11,8 +11,6 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-__all__ = ["WeightWatch"]
-
 _LINE = 64  # bytes; a cache line
 _ROUNDS = 16  # lines of each tensor in host memory, one of which is read at each call
 _TURNS = 8  # an eighth of the modules is compared at each call

@@ -12,8 +12,6 @@ from typing import TypeAlias
 
 from kvconnect.errors import ConfigurationError
 
-__all__ = ["WEIGHTS", "WeightFiles", "is_regular", "regular_files"]
-
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 """The endings of weight files that most loaders know."""
 

@@ -29,8 +29,6 @@ from kvconnect.engine.snapshots import StateSnapshots
 from kvconnect.errors import ConfigurationError
 from kvconnect.keys import Shard
 
-__all__ = ["Assembly", "assembled"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -9,9 +9,6 @@ import threading
 import weakref
 from typing import Protocol
 
-__all__ = ["close_at_exit"]
-
-
 _log = logging.getLogger(__name__)
 
 

@@ -15,8 +15,6 @@ from kvconnect.errors import ConfigurationError
 from kvconnect.request import ExternalMatch, LlmRequest, ScheduledBatch
 from kvconnect.text import shown
 
-__all__ = ["Attachment", "Connector", "NoConnector", "config_of"]
-
 
 class NoConnector:
     """The substitute of `KvCacheConnectorManager` in an engine without connector.

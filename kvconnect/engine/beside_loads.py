@@ -22,9 +22,6 @@ from kvconnect.pace import LoadPace, RunningLoad, StepPace
 from kvconnect.request import ExternalMatch, LlmRequest, ScheduledBatch
 from kvconnect.trace import count
 
-__all__ = ["BesideLoads"]
-
-
 _WORTH = 0.25
 """The share of a load's time that computing beside it must save: both use memory and processors."""
 

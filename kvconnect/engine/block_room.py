@@ -7,8 +7,6 @@ from collections.abc import Iterable, Sequence
 from kvconnect.cache.resource_manager import BaseKVCacheManager
 from kvconnect.request import LlmRequest, RequestState
 
-__all__ = ["have_room", "reserve_beside"]
-
 
 def have_room(
     kv: BaseKVCacheManager, requests: Iterable[LlmRequest], more: Sequence[int] = ()

@@ -11,8 +11,6 @@ from kvconnect.keys import BlockKey
 from kvconnect.request import LlmRequest, RequestState
 from kvconnect.tokens import common_length
 
-__all__ = ["CommonPrefixes", "brings_prefix"]
-
 
 class _Beginning(NamedTuple):
     """The key under which prompts may share blocks: the namespace and the first block."""

@@ -32,8 +32,6 @@ from kvconnect.engine.snapshots import StateSnapshots
 from kvconnect.errors import OutOfBlocks
 from kvconnect.request import LlmRequest, RequestState, ScheduledBatch
 
-__all__ = ["Engine"]
-
 
 class Engine:
     """Runs requests to their end, step by step. One thread owns it, see `EngineThread`.

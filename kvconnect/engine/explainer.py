@@ -19,8 +19,6 @@ from kvconnect.explain.outcome import NotSaved, Outcome, Span
 from kvconnect.keys import Namespace, salt_tag
 from kvconnect.request import LlmRequest, ScheduledBatch
 
-__all__ = ["Explainer"]
-
 _STATES = ("", *NotSaved)
 """Why a block was not saved; the first one: it was, or there is no store."""
 _STATE_BITS = 4

@@ -25,8 +25,6 @@ from kvconnect.errors import ConfigurationError, nearest
 from kvconnect.keys import Namespace, check_salt
 from kvconnect.request import SamplingParams
 
-__all__ = ["Generation"]
-
 Params: TypeAlias = SamplingParams | Mapping[str, object]
 Retention: TypeAlias = KvCacheRetentionConfig | Mapping[str, object]
 Caching: TypeAlias = CacheOptions | Mapping[str, object]

@@ -10,8 +10,6 @@ from typing import Generic, TypeVar
 from kvconnect.engine.request.owner import Owner
 from kvconnect.errors import EngineClosed
 
-__all__ = ["Inbox"]
-
 _Message = TypeVar("_Message")
 
 

@@ -9,8 +9,6 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 from kvconnect.errors import ConfigurationError, nearest
 
-__all__ = ["known_keywords", "takes"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 S = TypeVar("S")

@@ -15,8 +15,6 @@ from kvconnect.engine.scheduler import Scheduler
 from kvconnect.request import LlmRequest, RequestState, ScheduledBatch
 from kvconnect.trace import count
 
-__all__ = ["LiveRequests"]
-
 
 class LiveRequests:
     """The requests from their arrival to their end; belongs to the engine's thread.

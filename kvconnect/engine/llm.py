@@ -28,8 +28,6 @@ from kvconnect.tokens import as_token_array
 if TYPE_CHECKING:
     from kvconnect.events.publisher import EventPublisher, EventsAddress
 
-__all__ = ["LLM"]
-
 # Seconds for a store to close, beyond the drain.
 _CLOSE_S = 1.8
 

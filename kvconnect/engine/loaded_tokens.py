@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from kvconnect.request import LlmRequest, RequestState, ScheduledBatch
 
-__all__ = ["join_head", "join_load", "joined_loads", "note_computed", "note_loaded"]
-
 
 def note_loaded(request: LlmRequest, valid: int) -> None:
     """Records that a load of `request` ended with `valid` leading tokens."""

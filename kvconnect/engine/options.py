@@ -19,8 +19,6 @@ from kvconnect.errors import ConfigurationError
 from kvconnect.events.settings import Events, EventsConfig
 from kvconnect.text import shown
 
-__all__ = ["EngineOptions"]
-
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:

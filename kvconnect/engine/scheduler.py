@@ -17,8 +17,6 @@ from kvconnect.engine.snapshots import snapshot_end
 from kvconnect.errors import ConfigurationError, OutOfBlocks, nearest
 from kvconnect.request import LlmRequest, RequestState, ScheduledBatch
 
-__all__ = ["Scheduler", "SchedulingPolicy"]
-
 SchedulingPolicy: TypeAlias = Literal["guaranteed_no_evict", "max_utilization"]
 """TensorRT-LLM's capacity scheduler policies."""
 

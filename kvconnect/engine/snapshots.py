@@ -9,8 +9,6 @@ from kvconnect.engine.model.sequence_step import SequenceStep
 from kvconnect.engine.model.state_memory import Snapshot, StateMemory, StateRestore, StateWork
 from kvconnect.request import LlmRequest
 
-__all__ = ["StateSnapshots", "snapshot_end"]
-
 
 def snapshot_end(
     kv: BaseKVCacheManager, request: LlmRequest, start: int, end: int, *, stepped: bool

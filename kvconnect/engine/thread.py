@@ -16,8 +16,6 @@ from kvconnect.engine.request.live_request import LiveRequest
 from kvconnect.errors import EngineClosed
 from kvconnect.trace import metrics
 
-__all__ = ["EngineThread"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -11,21 +11,6 @@ from typing import TypeAlias
 
 import msgspec
 
-__all__ = [
-    "CPU",
-    "END_OF_REPLAY",
-    "GPU",
-    "AllBlocksCleared",
-    "Batch",
-    "BlockRemoved",
-    "BlockStored",
-    "Hash",
-    "WireEvent",
-    "batch_number",
-    "most_nbytes",
-    "number_frame",
-]
-
 GPU, CPU = "GPU", "CPU"
 """Values of ``medium``: the engine's own memory, and its host tier."""
 

@@ -14,8 +14,6 @@ from kvconnect.events.format import (
 )
 from kvconnect.events.links import next_link, prefix_links
 
-__all__ = ["HeldBlocks"]
-
 
 class HeldBlocks:
     """The blocks of one server. Not thread-safe.

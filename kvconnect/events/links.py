@@ -6,8 +6,6 @@ from array import array
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 
-__all__ = ["next_link", "prefix_links"]
-
 _LINK_NBYTES = 16
 
 

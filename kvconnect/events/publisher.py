@@ -29,8 +29,6 @@ from kvconnect.events.translation import Translation
 from kvconnect.layout import KvCacheLayout
 from kvconnect.trace import count, warn_once
 
-__all__ = ["EventPublisher", "EventsAddress"]
-
 _BATCH_NBYTES = 64 << 10
 """The longest batch, but for one that has a single event."""
 _KEPT_NBYTES = 64 << 20

@@ -11,8 +11,6 @@ from pydantic import Field, field_validator, model_validator
 from kvconnect.settings import Settings
 from kvconnect.text import shown
 
-__all__ = ["Events", "EventsConfig"]
-
 
 class EventsConfig(Settings):
     """The sockets of stored and removed blocks, as `vllm serve --kv-events-config` has them.

@@ -12,8 +12,6 @@ from kvconnect.events.format import END_OF_REPLAY, Batch, batch_number, number_f
 from kvconnect.events.held import HeldBlocks
 from kvconnect.trace import count, warn_once
 
-__all__ = ["Followed", "follow"]
-
 _REPLAY_S = 5.0
 """The seconds to wait for each message of a replay."""
 

@@ -17,8 +17,6 @@ from kvconnect.events.format import CPU, GPU, BlockRemoved, BlockStored, WireEve
 from kvconnect.keys import BlockKey, Namespace
 from kvconnect.layout import KvCacheLayout
 
-__all__ = ["Translation"]
-
 _MEDIA = (GPU, CPU)
 """By level: primary, secondary."""
 

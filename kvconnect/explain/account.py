@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from kvconnect.explain.key_memory import Fingerprints
 from kvconnect.explain.outcome import Divergence, Explanation, NotSaved, Outcome, Span, merged
 
-__all__ = ["PromptAccount"]
-
 _REASONS = (
     Outcome.NOT_LOADED,
     Outcome.DAMAGED,

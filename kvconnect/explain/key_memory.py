@@ -10,8 +10,6 @@ import numpy.typing as npt
 
 from kvconnect.tokens import TokenArray
 
-__all__ = ["DistinctKeys", "Fingerprinter", "Fingerprints", "KeyMemory", "mixed"]
-
 Fingerprints: TypeAlias = npt.NDArray[np.uint64]
 
 _BITS = 12

@@ -7,17 +7,6 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import groupby
 
-__all__ = [
-    "LOST",
-    "Divergence",
-    "Explanation",
-    "NotSaved",
-    "Outcome",
-    "Span",
-    "merged",
-    "with_texts",
-]
-
 _TOKENS_SHOWN = 16
 """The most tokens of each text around the place where a prompt leaves what is cached."""
 

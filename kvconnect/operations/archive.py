@@ -34,15 +34,6 @@ from kvconnect.errors import BadFrame, ConfigurationError
 from kvconnect.keys import KEY_NBYTES, BlockKey
 from kvconnect.operations.manifest import Manifest
 
-__all__ = [
-    "ArchiveReader",
-    "ArchiveStream",
-    "ArchiveWriter",
-    "archive_id",
-    "file_key",
-    "part_of",
-]
-
 _MAGIC = b"KVCEXPRT"
 _VERSION = 1
 _HEADER = struct.Struct("<8sHB5x16s")  # magic, version, has a key, a random number

@@ -19,8 +19,6 @@ from kvconnect.operations.selection import Selection
 from kvconnect.operations.which import FEWEST_DIGITS, Wanted, WantedPrompt
 from kvconnect.tokens import TokenArray
 
-__all__ = ["Chosen", "ReadTokens", "choose", "token_reader"]
-
 ReadTokens: TypeAlias = Callable[[StoredEntry], TokenArray | None]
 """Returns the tokens of an entry, decrypted where they are encrypted; ``None``: not known."""
 

@@ -15,8 +15,6 @@ from kvconnect.operations.result import Result
 from kvconnect.operations.visit import listed, parts, visiting
 from kvconnect.operations.which import Wanted
 
-__all__ = ["drop"]
-
 _KEYS_PER_DELETE = 256
 _LONGEST_PAUSE_S = 0.5
 

@@ -25,8 +25,6 @@ from kvconnect.tokens import TokenArray, common_length
 if TYPE_CHECKING:
     from kvconnect.engine.request.tokenizer import Tokenizer
 
-__all__ = ["Identity", "StoredPrefix", "StoredPrompt", "explain", "identity_of", "with_texts"]
-
 _ENGINES = ("vllm", "sglang", "trtllm", "transformers")
 _DIGITS = 32  # the half of a model's tag that stands for its weights
 _HALF = 16  # bytes of a model's tag that stand for its weights, and for its layout

@@ -20,8 +20,6 @@ from kvconnect.operations.result import Result
 from kvconnect.operations.visit import listed, visiting
 from kvconnect.operations.which import Wanted
 
-__all__ = ["SHORT_KEY_NBYTES", "Exported", "Sink", "export"]
-
 SHORT_KEY_NBYTES = 8
 """The first bytes of a key stand for it in a list of those that are there already."""
 

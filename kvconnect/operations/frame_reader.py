@@ -14,8 +14,6 @@ from kvconnect import frame
 from kvconnect.backend import Backend, StoredEntry
 from kvconnect.errors import BackendTimeout, BackendUnavailable, BadFrame, RetryLater
 
-__all__ = ["ReadFrame", "read_frames"]
-
 _BATCH_NBYTES = 16 << 20
 _BATCH_BLOCKS = 256
 _LONGEST = 1 << 30

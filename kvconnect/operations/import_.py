@@ -15,8 +15,6 @@ from kvconnect.operations.progress import Progress
 from kvconnect.operations.saving import Saved, save_missing
 from kvconnect.operations.visit import visiting
 
-__all__ = ["import_file"]
-
 _BATCH_BLOCKS = 256
 _BATCH_NBYTES = 16 << 20
 # Bytes kept of each block's checksum: enough to notice that the file has changed.

@@ -16,8 +16,6 @@ from kvconnect.operations.tenants import TenantUse, TenantUses
 from kvconnect.operations.visit import listed, visiting
 from kvconnect.tokens import TokenArray, as_token_array
 
-__all__ = ["MOST_BLOCKS", "ListedStore", "list_store", "tokens_of"]
-
 MOST_BLOCKS = 4_000_000
 """The blocks that are listed at most, those of each tier; a listing says if there are more."""
 

@@ -9,8 +9,6 @@ from kvconnect.errors import BackendUnavailable
 from kvconnect.keys import BlockKey
 from kvconnect.operations.progress import Progress
 
-__all__ = ["described", "each_block"]
-
 # A part of each key identifies the block, and takes least memory as an integer.
 _SHORT = 8
 # A store may list a block twice if it moves meanwhile; so many repetitions in a row are an error.

@@ -8,8 +8,6 @@ from dataclasses import asdict, dataclass, field
 from kvconnect import frame
 from kvconnect.backend import StoredBlock
 
-__all__ = ["Manifest", "ModelPart"]
-
 
 @dataclass(slots=True)
 class ModelPart:

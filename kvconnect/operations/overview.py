@@ -10,8 +10,6 @@ from kvconnect.backends.url import StoreUrl, parse_size
 from kvconnect.operations.visit import parts, visiting
 from kvconnect.prometheus.overview import Overview, StoreNumbers
 
-__all__ = ["store_overview"]
-
 
 async def store_overview(url: str) -> Overview:
     """Opens the store of `url`, asks each part for its numbers, and closes it. Lists no blocks.

@@ -15,8 +15,6 @@ from kvconnect.operations.result import Result
 from kvconnect.operations.visit import listed, parts, visiting
 from kvconnect.operations.which import Wanted
 
-__all__ = ["Pinned", "pin"]
-
 _KEYS_PER_PIN = 256
 
 

@@ -17,8 +17,6 @@ from kvconnect.operations.saving import Saved, save_missing
 from kvconnect.operations.visit import listed, parts, visiting
 from kvconnect.operations.which import Wanted
 
-__all__ = ["prefetch"]
-
 
 async def prefetch(url: str, wanted: Wanted, done: Saved) -> None:
     """Copies the `wanted` blocks of the tiered store of `url` to its fastest tier.

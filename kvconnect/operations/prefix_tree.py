@@ -11,8 +11,6 @@ import numpy as np
 from kvconnect.backend import StoredEntry
 from kvconnect.keys import KEY_NBYTES, BlockKey
 
-__all__ = ["PrefixTree", "Space", "TreeRow", "TreeRows"]
-
 _Array: TypeAlias = np.ndarray[Any, Any]
 
 _BLOCK = np.dtype(

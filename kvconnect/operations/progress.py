@@ -14,8 +14,6 @@ from kvconnect.backends.url import format_size
 if TYPE_CHECKING:
     from tqdm import tqdm
 
-__all__ = ["Progress", "is_shown"]
-
 _SECONDS_BETWEEN_LINES = 5.0
 _BYTES = "bytes"
 

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from kvconnect.operations.saving import Saved
     from kvconnect.operations.tenants import TenantUse
 
-__all__ = ["PromptStore"]
-
 
 class PromptStore:
     """The prompts of a store: explains, warms, drops, exports, imports, pins, prefetches them.

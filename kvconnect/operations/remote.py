@@ -27,8 +27,6 @@ from kvconnect.operations.saving import Saved
 from kvconnect.prometheus.overview import Overview
 from kvconnect.redaction import without_passwords
 
-__all__ = ["export_by_server", "import_by_server", "server_overview", "warm_by_server"]
-
 _TIMEOUT_S = 60.0
 """An answer has an event each second."""
 _TURN_S = 600.0

@@ -6,8 +6,6 @@ from dataclasses import asdict, dataclass
 
 from kvconnect.operations.choice import Chosen
 
-__all__ = ["Result"]
-
 
 @dataclass(slots=True)
 class Result:

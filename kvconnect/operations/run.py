@@ -10,8 +10,6 @@ from typing import Any, TypeVar
 
 from kvconnect.backends.main_loop import main_loop, run_to_end
 
-__all__ = ["AbortableRun", "run_anywhere"]
-
 T = TypeVar("T")
 
 _END_S = 5.0

@@ -11,8 +11,6 @@ from kvconnect.backend import Backend, StoredBlock
 from kvconnect.errors import ConfigurationError, RetryLater
 from kvconnect.operations.result import Result
 
-__all__ = ["Saved", "save_all", "save_missing"]
-
 
 @dataclass(slots=True)
 class Saved(Result):

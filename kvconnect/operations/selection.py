@@ -10,8 +10,6 @@ from kvconnect.backend import StoredEntry
 from kvconnect.errors import ConfigurationError
 from kvconnect.keys import KEY_NBYTES, Namespace, model_tag, salt_of
 
-__all__ = ["Selection", "is_digest", "model_prefix", "namespaces_of"]
-
 _NOBODY = Namespace().encode()
 _HEX = re.compile(r"[0-9a-fA-F]{4,64}")
 

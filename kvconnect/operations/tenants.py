@@ -14,8 +14,6 @@ from kvconnect.keys import Namespace, salt_of, salt_tag
 from kvconnect.operations.listing import each_block
 from kvconnect.operations.progress import Progress
 
-__all__ = ["NO_SALT", "TenantUse", "TenantUses", "each_tenant", "read_names", "tenant_of"]
-
 NO_SALT = "(no salt)"
 """The name of the requests without a salt, which are one tenant."""
 

@@ -12,8 +12,6 @@ from kvconnect.backends.registry import open_backend
 from kvconnect.backends.url import StoreUrl, without_codec
 from kvconnect.errors import BackendUnavailable, ConfigurationError
 
-__all__ = ["listed", "parts", "visiting"]
-
 _DEADLINE_S = 60.0
 
 

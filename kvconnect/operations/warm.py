@@ -19,8 +19,6 @@ from kvconnect.operations.which import WarmPrompt
 if TYPE_CHECKING:
     from kvconnect.engine.llm import LLM
 
-__all__ = ["check_store", "connector_to", "warm"]
-
 _AT_ONCE = 32
 _PAUSE_S = 0.1
 _SETTLE_S = 5.0

@@ -16,19 +16,6 @@ if TYPE_CHECKING:
     from kvconnect.engine.request.chat import Conversation
     from kvconnect.engine.request.prompts import Prompt
 
-__all__ = [
-    "FEWEST_DIGITS",
-    "Wanted",
-    "WantedPrompt",
-    "WarmPrompt",
-    "Which",
-    "check_names",
-    "key_digits",
-    "prompts_to_warm",
-    "tenant",
-    "wanted_blocks",
-]
-
 FEWEST_DIGITS = 8
 """The fewest hexadecimal digits that may stand for a key."""
 _DIGITS = re.compile(rf"[0-9a-f]{{{FEWEST_DIGITS},64}}")

@@ -11,8 +11,6 @@ from kvconnect.explain.outcome import LOST
 from kvconnect.prometheus.snapshot import Distribution, Snapshot
 from kvconnect.prometheus.table import METRICS
 
-__all__ = ["Overview", "Samples", "StoreNumbers", "samples_of"]
-
 Samples: TypeAlias = Mapping[str, Iterable[tuple[Mapping[str, str], float]]]
 """The samples of each metric by its name: their labels, without ``engine``, and values."""
 

@@ -9,21 +9,6 @@ from typing import TypeAlias
 from kvconnect.explain.outcome import Outcome
 from kvconnect.prometheus.snapshot import Sample, Snapshot
 
-__all__ = [
-    "Names",
-    "by_label",
-    "calls_in_flight",
-    "distribution",
-    "each",
-    "of_calls",
-    "of_each_call",
-    "of_stores",
-    "outcomes",
-    "sizes",
-    "store_sizes",
-    "totals",
-]
-
 Names: TypeAlias = Mapping[tuple[str, ...], str]
 """The name in `kvconnect.trace` of each part of a metric, by the values of its labels."""
 

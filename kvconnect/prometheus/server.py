@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     Family: TypeAlias = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 
-__all__ = ["Collector", "MetricsServer", "serve"]
-
 
 class Collector:
     """Gives `METRICS` to a Prometheus registry, each with the label ``engine``.

@@ -8,8 +8,6 @@ from typing import Literal, NamedTuple, Self, TypeAlias
 
 from kvconnect.trace import Gauge, Labels, metrics
 
-__all__ = ["Distribution", "Metric", "Sample", "Snapshot"]
-
 Store: TypeAlias = tuple[str, str]
 """The labels ``store`` and ``place`` of a store."""
 

@@ -21,8 +21,6 @@ from kvconnect.prometheus.readers import (
 )
 from kvconnect.prometheus.snapshot import Metric
 
-__all__ = ["METRICS"]
-
 _OPERATIONS = ("lookup", "load", "save", "delete", "children", "open", "close")
 _FAILURES = ("failure", "timeout", "refused", "bad_frame", "other_codec")
 _PULL_FAILURES = ("peer", "corrupt", "refused", "deadline", "abandoned", "closed")

@@ -10,9 +10,6 @@ from typing import Protocol
 from kvconnect.errors import ConfigurationError
 from kvconnect.server.errors import Busy, Dropped, RequestRefused, ShuttingDown
 
-__all__ = ["Abortable", "Admission", "Ticket"]
-
-
 _FREE_NBYTES = 64 << 10
 """The bytes of each body that are not counted, so that a request of ordinary size always fits."""
 

@@ -32,8 +32,6 @@ from kvconnect.server.page.cache_page import CachePage
 from kvconnect.server.settings import ServerSettings
 from kvconnect.text import check_text
 
-__all__ = ["make_app"]
-
 
 def make_app(service: Service, page: CachePage | None = None) -> ASGIApp:
     """Makes the ASGI application over `service`.

@@ -36,8 +36,6 @@ from kvconnect.server.http.disconnect import while_connected
 from kvconnect.server.http.gate import ADMIN_PATHS
 from kvconnect.server.uploads import Uploads
 
-__all__ = ["COUNTS_HEADER", "file_routes"]
-
 COUNTS_HEADER = "kvconnect-counts"
 """The header of an export with the counts that are known at its beginning, as JSON."""
 

@@ -31,8 +31,6 @@ from kvconnect.server.http.event_stream import event_stream
 from kvconnect.server.http.gate import ADMIN_PATHS
 from kvconnect.server.openai.model_request import ModelRequest
 
-__all__ = ["BlocksRequest", "CountsEndpoint", "StoreEndpoint", "StoreRequest", "cache_routes"]
-
 _SECONDS_BETWEEN_EVENTS = 1.0
 
 

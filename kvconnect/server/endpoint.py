@@ -36,14 +36,6 @@ from kvconnect.text import shown
 from kvconnect.timeline import trace_headers
 from kvconnect.trace import Event, metrics
 
-__all__ = [
-    "Endpoint",
-    "GenerationEndpoint",
-    "Service",
-    "TokenTimes",
-    "check_model",
-]
-
 R = TypeVar("R", bound=ModelRequest)
 
 _MANY_LOGPROBS = 1 << 12

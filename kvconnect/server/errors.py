@@ -17,8 +17,6 @@ from typing import Any
 
 from kvconnect.errors import ConfigurationError, EngineClosed, KvConnectError, RetryLater
 
-__all__ = ["Busy", "Dropped", "ErrorAnswer", "RequestRefused", "ShuttingDown", "answer_of"]
-
 _log = logging.getLogger(__name__)
 
 _TYPES = {

@@ -22,8 +22,6 @@ from kvconnect.server.page.store_reader import ModelTexts, StoreReader
 from kvconnect.server.settings import ServerSettings
 from kvconnect.server.threads import ServerThreads
 
-__all__ = ["read_template", "serve", "use_template"]
-
 
 def serve(
     llm: LLM,

@@ -9,8 +9,6 @@ from pydantic import Field, field_validator, model_validator
 from kvconnect.address import host_and_port
 from kvconnect.settings import Settings
 
-__all__ = ["HttpSettings", "PageSettings", "Seconds", "Secret", "ServerSettings"]
-
 _BODIES = 64
 """The number of bodies of the largest size that may be in memory at once."""
 

@@ -7,8 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Self
 
-__all__ = ["ServerThreads"]
-
 _TOKENIZING = 4
 _TELLING = 2
 _SENDING = 4

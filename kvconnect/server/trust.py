@@ -12,8 +12,6 @@ from kvconnect.server.errors import RequestRefused
 from kvconnect.server.openai.kv_transfer import KvTransferParams
 from kvconnect.server.settings import ServerSettings
 
-__all__ = ["ROUTER_SECRET_HEADER", "check_transfer"]
-
 ROUTER_SECRET_HEADER = "x-kvconnect-router-secret"  # noqa: S105  its name
 
 

@@ -14,8 +14,6 @@ from pathlib import Path
 from kvconnect.errors import BadFrame
 from kvconnect.server.errors import RequestRefused
 
-__all__ = ["Uploads"]
-
 _IDLE_S = 3600.0
 _MOST_FILES = 16
 

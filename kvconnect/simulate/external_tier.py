@@ -10,8 +10,6 @@ from kvconnect.config import KvCacheConfig
 from kvconnect.layout import KvCacheLayout
 from kvconnect.tokens import TokenArray
 
-__all__ = ["ExternalTier"]
-
 _ID = 0
 
 

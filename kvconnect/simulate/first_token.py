@@ -13,8 +13,6 @@ import numpy as np
 from kvconnect.errors import ConfigurationError
 from kvconnect.overlap import Decision, FirstToken, meeting
 
-__all__ = ["ExternalHit", "FirstTokens", "LoadRates", "Times", "first_token_rows"]
-
 
 class ExternalHit(NamedTuple):
     """A prompt of which the store has a part that the engine has not.

@@ -10,8 +10,6 @@ from pydantic import Field, model_validator
 from kvconnect.config import DEFAULT_RETENTION_PRIORITY
 from kvconnect.settings import Settings
 
-__all__ = ["Machine"]
-
 _Count = Annotated[int, Field(ge=0)]
 _Rate = Annotated[float, Field(ge=0.001)]
 

@@ -12,8 +12,6 @@ from kvconnect.engine.model.latents import keep_latents
 from kvconnect.engine.model.seam import ATTENTION, AttentionProbe
 from kvconnect.errors import ConfigurationError, UnsupportedModel
 
-__all__ = ["token_nbytes"]
-
 
 def token_nbytes(directory: Path) -> int:
     """Returns the bytes of keys and values of one token in all layers, in the model's own dtype.

@@ -16,8 +16,6 @@ from kvconnect.simulate.tally import Counts
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["check_plot", "write_plot"]
-
 _COLOURS = {"device": "#1b6ca8", "host": "#e08a1e", "external": "#6a994e"}
 _SUFFIXES = (".png", ".svg", ".pdf")
 

@@ -12,8 +12,6 @@ from kvconnect.simulate.first_token import ExternalHit, FirstTokens, LoadRates, 
 from kvconnect.simulate.machine import Machine
 from kvconnect.simulate.tally import Counts, Tally
 
-__all__ = ["TIERS", "Report", "Run"]
-
 TIERS = ("device", "host", "external")
 
 _MOST_ROWS = 12

@@ -12,8 +12,6 @@ from kvconnect.backends.url import parse_duration
 from kvconnect.config import KvCacheRetentionConfig, TokenRangeRetentionConfig
 from kvconnect.errors import ConfigurationError
 
-__all__ = ["RetentionPolicy"]
-
 # "output" and "0-2048" are how earlier versions had it.
 _RULE = re.compile(r"(system|prompt|decode|output|(\d+)[:-](\d*))=(\d+)(?::(.+))?")
 _MOST_CACHED = 4096

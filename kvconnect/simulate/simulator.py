@@ -23,8 +23,6 @@ from kvconnect.simulate.tally import Counts, Tally
 from kvconnect.simulate.trace_reader import TraceRequest
 from kvconnect.tokens import TokenArray
 
-__all__ = ["Simulator"]
-
 
 class _Running(NamedTuple):
     request_id: int

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Self
 
-__all__ = ["Counts", "Tally"]
-
 _MOST_BUCKETS = 240
 
 

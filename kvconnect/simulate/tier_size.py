@@ -9,8 +9,6 @@ from typing import Self
 from kvconnect.backends.url import parse_size
 from kvconnect.errors import ConfigurationError
 
-__all__ = ["TierSize"]
-
 _TOKENS = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg]?)tok(?:ens?)?", re.IGNORECASE)
 _DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 

@@ -30,8 +30,6 @@ import numpy.typing as npt
 from kvconnect.errors import ConfigurationError
 from kvconnect.tokens import TokenArray, as_token_array
 
-__all__ = ["DEFAULT_HASH_TOKENS", "HashedTokens", "TraceReader", "TraceRequest"]
-
 DEFAULT_HASH_TOKENS = 512
 """Tokens per hash id in the published traces."""
 

@@ -13,8 +13,6 @@ from typing import NamedTuple
 from kvconnect.errors import ConfigurationError, nearest
 from kvconnect.simulate.trace_reader import DEFAULT_HASH_TOKENS
 
-__all__ = ["KINDS", "Kind", "Workload"]
-
 _ANSWER_TOKENS_PER_S = 50.0
 """The speed of the imagined engine's answers; the next turn of a session begins after one."""
 

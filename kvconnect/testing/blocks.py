@@ -14,8 +14,6 @@ from kvconnect.backend import StoredBlock
 from kvconnect.keys import BlockKey
 from kvconnect.layout import KvCacheLayout
 
-__all__ = ["BlockMaker"]
-
 _CANARY = 0xC5
 _MARGIN = 4096
 

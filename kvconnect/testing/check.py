@@ -9,8 +9,6 @@ from typing import Literal, TypeAlias
 
 from kvconnect.testing.subject import Subject
 
-__all__ = ["Check", "Outcome", "Result", "Violation", "check", "demand", "registered"]
-
 Body: TypeAlias = Callable[[Subject], Awaitable[None]]
 Result = Literal["passed", "failed", "skipped"]
 

@@ -14,8 +14,6 @@ from kvconnect.testing.checks import all_checks
 from kvconnect.testing.runner import run_check
 from kvconnect.testing.subject import Subject
 
-__all__ = ["BackendConformance"]
-
 
 class BackendConformance(Subject):
     """A base class with a test for each check: a subclass writes only `make_backend`.

@@ -14,8 +14,6 @@ from kvconnect.errors import BadFrame
 from kvconnect.keys import BlockKey
 from kvconnect.layout import KvCacheLayout
 
-__all__ = ["FramedValues"]
-
 
 class FramedValues(Backend):
     """A wrapper that puts each value of `inner` in a frame.

@@ -11,8 +11,6 @@ import torch
 from kvconnect.keys import BlockKey, Namespace, Shard, chain_key, root_key, store_key
 from kvconnect.layout import KvCacheLayout
 
-__all__ = ["digest", "variants"]
-
 _LAYOUT = KvCacheLayout(2, 2, 16, 16, 16, torch.float32)
 _TOKENS = np.arange(16, dtype=np.int32)
 

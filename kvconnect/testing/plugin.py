@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import pytest
 
-__all__ = ["pytest_configure"]
-
 _MARKERS = (
     "kvconnect(group): a check of kvconnect's backend conformance kit",
     "kvconnect_root: one that mounts file systems; skipped loudly without root",

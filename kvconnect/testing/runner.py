@@ -19,8 +19,6 @@ from kvconnect.testing.processes.packed import refuse_while_imported
 from kvconnect.testing.subject import Subject, Unsupported
 from kvconnect.testing.subjects import FunctionSubject
 
-__all__ = ["Report", "check_backend", "run_check", "select"]
-
 _GRACE_S = 5.0
 _CLEANING = Check("cleaning", "up", "", lambda subject: subject.clean(), 30.0)
 

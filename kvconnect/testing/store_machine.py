@@ -15,8 +15,6 @@ from kvconnect.testing.blocks import BlockMaker
 from kvconnect.testing.check import demand
 from kvconnect.testing.subject import Subject
 
-__all__ = ["StoreMachine"]
-
 T = TypeVar("T")
 
 _KEYS = 5

@@ -18,8 +18,6 @@ from kvconnect.keys import BlockKey
 from kvconnect.testing.blocks import BlockMaker
 from kvconnect.testing.faults.clock import ShiftedClock
 
-__all__ = ["Address", "Subject", "Unsupported", "Usage", "open_while"]
-
 StoreT = TypeVar("StoreT", bound=Backend)
 
 

@@ -25,15 +25,6 @@ from kvconnect.keys import BlockKey
 from kvconnect.testing.framed_values import FramedValues
 from kvconnect.testing.subject import Subject, Unsupported, Usage
 
-__all__ = [
-    "DiskSubject",
-    "FunctionSubject",
-    "MemorySubject",
-    "TieredSubject",
-    "UrlSubject",
-    "subject_of",
-]
-
 
 class FunctionSubject(Subject):
     """The subject of the backends that a function makes."""

@@ -17,8 +17,6 @@ from kvconnect.address import is_loopback
 from kvconnect.errors import ConfigurationError
 from kvconnect.trace import count, warn_once
 
-__all__ = ["Acceptor", "Admitted", "host_of", "least_useful", "oldest", "shut"]
-
 _MAX_OPENING = 32
 _MAX_ADMITTED = 256
 _PAUSE_S = 0.1

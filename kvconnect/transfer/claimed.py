@@ -13,8 +13,6 @@ from kvconnect.transfer.leases.held import HeldLease
 from kvconnect.transfer.leases.lease import Blocks
 from kvconnect.transfer.peers import PeerLink
 
-__all__ = ["Claimed"]
-
 # A claim fails with the connection's error after one more attempt to connect, or after this time.
 _CONNECT_S = 1.0
 

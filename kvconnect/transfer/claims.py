@@ -29,8 +29,6 @@ from kvconnect.transfer.leases.held import HeldLease, Outcome
 from kvconnect.transfer.leases.server import Send
 from kvconnect.transfer.leases.timer import Clock, Timer, lease_clock
 
-__all__ = ["LeaseClient"]
-
 _OF_ONE_CLAIM = (Grant, GrantKeys, Expired, Unknown, ReleasedOk, WatermarkOf, Abort)
 
 

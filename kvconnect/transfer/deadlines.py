@@ -11,8 +11,6 @@ from kvconnect.errors import PullFailed
 from kvconnect.transfer.leases.timer import Timer
 from kvconnect.transfer.pull import Pull
 
-__all__ = ["Deadlines"]
-
 
 class Deadlines:
     """Fails every watched pull that is not done at its deadline. Its thread sleeps in between."""

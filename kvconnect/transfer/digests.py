@@ -10,8 +10,6 @@ import xxhash
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["LARGEST_DEVICE_NBYTES", "can_be_digested", "digest_of", "digest_of_pieces"]
-
 LARGEST_DEVICE_NBYTES = 1 << 30
 """Memory of a device is digested up to this size: each piece is copied to the host for it."""
 

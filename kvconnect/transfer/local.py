@@ -9,8 +9,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from kvconnect.errors import PeerUnreachable
 from kvconnect.transfer.regions import MAX_REGIONS
 
-__all__ = ["MAX_LOCAL_NBYTES", "Local", "decode", "encode"]
-
 MAX_LOCAL_NBYTES = 4 << 20
 
 Size = Annotated[int, Field(ge=1, lt=1 << 62)]

@@ -11,8 +11,6 @@ from pathlib import Path
 from kvconnect.errors import ConfigurationError
 from kvconnect.user_cache import cache_directory
 
-__all__ = ["local_secret"]
-
 _NAME = "transfer.secret"
 _NBYTES = 32
 

@@ -19,8 +19,6 @@ from kvconnect.transfer.peers import Peers
 from kvconnect.transfer.secret import SharedSecret
 from kvconnect.transfer.transport import Transport
 
-__all__ = ["PeerNode"]
-
 _REBUILT = "the transport was rebuilt"
 
 

@@ -21,8 +21,6 @@ from kvconnect.transfer.control.peer import Peer
 from kvconnect.transfer.secret import SharedSecret
 from kvconnect.transfer.transport import PeerHandle, Transport
 
-__all__ = ["Answer", "PeerLink", "Peers"]
-
 Answer = Future[Message]
 """The answer to a question; is cancelled when the connection is lost."""
 

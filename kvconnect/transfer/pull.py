@@ -10,8 +10,6 @@ from concurrent.futures import Future
 from kvconnect.errors import PullFailed
 from kvconnect.trace import Event, count, metrics
 
-__all__ = ["Pull", "Terminal"]
-
 
 class Terminal:
     """An event that happens once and can be waited for and listened to. Thread-safe."""

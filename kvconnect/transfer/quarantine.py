@@ -11,8 +11,6 @@ from kvconnect.errors import KvConnectError
 from kvconnect.trace import count, warn_once
 from kvconnect.transfer.transport import PeerHandle, Pull
 
-__all__ = ["Quarantine"]
-
 _GRACE_S = 0.5
 _AGAIN_S, _AGAIN_AT_LAST_S = 0.2, 10.0
 

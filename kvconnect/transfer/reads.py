@@ -12,8 +12,6 @@ import numpy.typing as npt
 
 from kvconnect.errors import ConfigurationError
 
-__all__ = ["RUN", "Offsets", "Reads", "Runs", "cut", "pairs", "pieces", "runs"]
-
 Offsets: TypeAlias = npt.NDArray[np.int64]
 RUN = np.dtype([("offset", "<i8"), ("nbytes", "<i8")])
 """Contiguous bytes of one region."""

@@ -14,8 +14,6 @@ from kvconnect.transfer.reads import Offsets, Reads
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["MAX_REGIONS", "Region", "Regions", "refusal", "require_local"]
-
 MAX_REGIONS = 4096
 
 

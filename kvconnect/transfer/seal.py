@@ -10,8 +10,6 @@ import xxhash
 
 from kvconnect.transfer.secret import SharedSecret
 
-__all__ = ["CODE_NBYTES", "GUARD_NBYTES", "Seal", "Seals"]
-
 CODE_NBYTES = 16
 """Bytes of a code."""
 

@@ -10,8 +10,6 @@ from kvconnect.address import is_loopback
 from kvconnect.errors import ConfigurationError
 from kvconnect.redaction import HIDDEN
 
-__all__ = ["SharedSecret", "require_secret"]
-
 _SHORTEST = 16
 
 

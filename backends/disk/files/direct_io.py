@@ -17,18 +17,6 @@ from kvconnect.frame import ALIGNMENT, FrameChecksum
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "Location",
-    "Run",
-    "aligned_size",
-    "is_aligned",
-    "moved",
-    "open_direct",
-    "parts",
-    "view",
-    "write_at",
-]
-
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 # The most buffers of one system call on every known POSIX system.
 _MAX_BUFFERS = 1024

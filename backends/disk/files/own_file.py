@@ -15,8 +15,6 @@ from pathlib import Path
 from kvconnect.errors import ConfigurationError
 from kvconnect.trace import warn_once
 
-__all__ = ["ForeignFile", "expect_own", "is_own", "open_own", "warn_shared"]
-
 # Opening must not wait for the writer of a FIFO; the flag makes no difference to files.
 _FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH

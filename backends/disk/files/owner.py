@@ -15,8 +15,6 @@ from pathlib import Path
 
 from kvconnect.backends.disk.files.own_file import ForeignFile, open_own
 
-__all__ = ["Lifetime", "Owner", "owners"]
-
 _NAME = re.compile(r"owner-([0-9a-f]{32})\.lock")
 
 

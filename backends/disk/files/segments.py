@@ -35,8 +35,6 @@ from kvconnect.frame import FrameChecksum
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["PartQueue", "SegmentFiles"]
-
 _NAME = re.compile(r"segment-(\d+)-(\d+)\.slots")
 # The parts that are moved at a time: enough to keep the disk busy. With more parts, all calls would
 # end together, and the disk would be idle during their commits and checksums.

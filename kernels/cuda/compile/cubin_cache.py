@@ -15,8 +15,6 @@ from pathlib import Path
 
 from kvconnect.user_cache import cache_directory, replace_file
 
-__all__ = ["CubinCache", "CubinKey", "default_directory"]
-
 _DIGEST_NBYTES = 32
 
 

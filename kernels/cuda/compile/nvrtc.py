@@ -19,8 +19,6 @@ import torch
 from kvconnect.kernels.cuda.compile.cubin_cache import CubinCache, CubinKey
 from kvconnect.kernels.cuda.compile.sources import CompiledPart, source_text
 
-__all__ = ["CompileFailed", "Nvrtc", "NvrtcMissing", "compile_part", "find_nvrtc"]
-
 _SUCCESS = 0
 _MAIN = re.compile(r"libnvrtc\.so\.(\d+)(\.\d+)*")
 _BUILTINS = re.compile(r"libnvrtc-builtins\.so\.(\d+\.\d+)(\.\d+)*")

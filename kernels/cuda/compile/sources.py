@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-__all__ = ["VECTOR_NBYTES", "CompiledPart", "Kernel", "source_text", "vector_nbytes"]
-
 VECTOR_NBYTES = (16, 8, 4, 2, 1)
 """The widths of memory access in bytes that parts are compiled for."""
 

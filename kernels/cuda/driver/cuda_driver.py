@@ -27,8 +27,6 @@ from kvconnect.kernels.cuda.driver.interface import (
 )
 from kvconnect.kernels.cuda.driver.streams import copy_streams
 
-__all__ = ["CudaDriver"]
-
 _LEGACY: Final = {0, 1}
 """Handles of the legacy default stream: torch's, and ``CU_STREAM_LEGACY``."""
 

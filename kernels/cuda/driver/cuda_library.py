@@ -10,8 +10,6 @@ from typing import Any, Final
 
 from kvconnect.kernels.cuda.driver.interface import DriverError, NoDevice
 
-__all__ = ["CudaLibrary", "CurrentContext", "cuda_library"]
-
 _LIBRARY: Final = "libcuda.so.1"
 _RELAXED: Final = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _BATCH_SINCE: Final = 12080

@@ -14,17 +14,6 @@ import torch
 from kvconnect.kernels.blocks.transfer import CopyEvent
 from kvconnect.kernels.cuda.compile.sources import Kernel
 
-__all__ = [
-    "MAX_BATCH",
-    "THREADS",
-    "AccessOrder",
-    "Descriptors",
-    "Driver",
-    "DriverError",
-    "Memory",
-    "NoDevice",
-]
-
 THREADS = 256
 """The threads of a block of every kernel."""
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["CopyStreamPair", "copy_streams", "device_index"]
-
 _lock = threading.Lock()
 _pairs: dict[int, CopyStreamPair] = {}
 

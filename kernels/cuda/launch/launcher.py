@@ -14,18 +14,6 @@ from kvconnect.errors import ConfigurationError
 from kvconnect.kernels.cuda.compile.sources import CompiledPart, Kernel
 from kvconnect.kernels.cuda.driver.interface import THREADS, Driver
 
-__all__ = [
-    "NO_IDS",
-    "TILE",
-    "Grid",
-    "IdList",
-    "Launcher",
-    "Params",
-    "Rows",
-    "divisor",
-    "span",
-]
-
 TILE = THREADS * 4
 MAX_VECTORS = 2**31 - 1
 

@@ -14,8 +14,6 @@ from kvconnect.kernels.cuda.compile.sources import vector_nbytes
 from kvconnect.kernels.cuda.driver.interface import Memory
 from kvconnect.kernels.cuda.launch.launcher import NO_IDS, Grid, Launcher, Params, Rows, divisor
 
-__all__ = ["INLINE_PAIRS", "launch_copy"]
-
 INLINE_PAIRS = 128
 """The most pairs that a launch passes by value; the same as in ``copy_runs.cu``."""
 

@@ -11,8 +11,6 @@ from kvconnect.kernels.blocks.work import AppendWork, UpdateWork
 from kvconnect.kernels.cuda.compile.sources import vector_nbytes
 from kvconnect.kernels.cuda.launch.launcher import NO_IDS, Grid, Launcher, Params, Rows, divisor
 
-__all__ = ["launch_append", "launch_update"]
-
 
 def launch_update(launcher: Launcher, work: UpdateWork, grid: Grid) -> tuple[object, ...]:
     """Launches a padded or packed `kv_cache_update` on the stream of `grid`.

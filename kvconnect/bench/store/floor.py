@@ -14,15 +14,6 @@ import xxhash
 from kvconnect.backends.disk.files.direct_io import view
 from kvconnect.bench.store.payloads import Payloads
 
-__all__ = [
-    "Floor",
-    "checksum_seconds",
-    "fastest",
-    "median_seconds",
-    "seconds_of",
-    "seconds_on_threads",
-]
-
 T = TypeVar("T")
 
 _REPEATS = 16

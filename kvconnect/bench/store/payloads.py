@@ -18,8 +18,6 @@ from kvconnect.kernels.pinned import host_bytes
 from kvconnect.keys import BlockKey
 from kvconnect.layout import KvCacheLayout
 
-__all__ = ["Payloads", "StorePlan"]
-
 
 @dataclass(frozen=True, slots=True)
 class StorePlan:

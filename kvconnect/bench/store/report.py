@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 from kvconnect.bench.report import as_json_object, machine, median_ratio
 
-__all__ = ["StoreFigure", "percentile", "render"]
-
 
 @dataclass(frozen=True, slots=True)
 class StoreFigure:

@@ -19,8 +19,6 @@ from kvconnect.config import KvCacheConfig, KvCacheRetentionConfig
 from kvconnect.errors import OutOfBlocks
 from kvconnect.keys import KeyChain
 
-__all__ = ["Admission"]
-
 
 class Admission:
     """Admits sequences: references the blocks that a plan reuses, and allocates the others.

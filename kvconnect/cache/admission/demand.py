@@ -8,8 +8,6 @@ from kvconnect.cache.pool.matching import first_in_window
 from kvconnect.layout import KvCacheLayout
 from kvconnect.request import LlmRequest, RequestState
 
-__all__ = ["fits_beside", "peak_of", "peak_of_decode", "peak_of_prefill"]
-
 
 def peak_of(request: LlmRequest, layout: KvCacheLayout, chunk: int | None) -> int:
     """Returns the most blocks of the pool of `layout` that `request` holds from now on.

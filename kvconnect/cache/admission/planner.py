@@ -15,8 +15,6 @@ from kvconnect.config import KvCacheConfig
 from kvconnect.errors import ConfigurationError
 from kvconnect.keys import KeyChain
 
-__all__ = ["AdmissionPlan", "Demand", "Planner"]
-
 
 class Demand(NamedTuple):
     """The blocks that a new sequence takes from one pool.

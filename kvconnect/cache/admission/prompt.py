@@ -10,8 +10,6 @@ from kvconnect.keys import Namespace, NamespaceId
 from kvconnect.request import ExternalMatch
 from kvconnect.tokens import Tokens, as_token_array
 
-__all__ = ["Prompt", "namespace_of"]
-
 _COMMON = Namespace().id
 """The namespace without salt, adapter or other key; a dictionary finds it by identity."""
 

@@ -18,8 +18,6 @@ from kvconnect.cache.memory.pool_tensor import (
 from kvconnect.cache.memory.sizing import PoolSizes
 from kvconnect.errors import ConfigurationError
 
-__all__ = ["CacheMemory"]
-
 
 class CacheMemory:
     """The pools of all pool groups, on the device and in the host tier.

@@ -17,8 +17,6 @@ from kvconnect.kernels.blocks.transfer import Transfer
 from kvconnect.layout import KvCacheLayout
 from kvconnect.trace import count
 
-__all__ = ["BlockCopier", "TensorCopier"]
-
 
 class BlockCopier(Protocol):
     """Copies between blocks, in the order of the calls.

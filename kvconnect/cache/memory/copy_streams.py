@@ -22,8 +22,6 @@ import torch
 
 from kvconnect.kernels.cuda.driver.streams import copy_streams
 
-__all__ = ["CopyStreams", "CudaStreams"]
-
 
 class CudaStreams:
     """The streams of a CUDA device; tests replace this class by one that records its calls."""

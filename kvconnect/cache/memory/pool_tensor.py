@@ -12,15 +12,6 @@ from kvconnect.errors import ConfigurationError
 from kvconnect.kernels.pinned import host_bytes, page_lock
 from kvconnect.layout import KvCacheLayout
 
-__all__ = [
-    "allocate_arena",
-    "allocate_host_pool",
-    "allocate_pool",
-    "layer_buffers",
-    "pool_view",
-    "state_buffers",
-]
-
 
 def allocate_pool(layout: KvCacheLayout, num_blocks: int, device: torch.device) -> Tensor:
     """Allocates a zeroed pool, ``[num_blocks, num_layers, kv_factor, elements]``.

@@ -13,8 +13,6 @@ from kvconnect.config import KvCacheConfig
 from kvconnect.errors import ConfigurationError
 from kvconnect.layout import KvCacheLayout
 
-__all__ = ["DEFAULT_CPU_BYTES", "PoolSizes", "SlabGeometry", "num_primary_blocks", "pool_sizes"]
-
 _CPU = torch.device("cpu")
 
 DEFAULT_CPU_BYTES = 1 << 30

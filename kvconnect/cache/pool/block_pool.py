@@ -16,8 +16,6 @@ from kvconnect.cache.tree.segment import Segment
 from kvconnect.config import KvCacheConfig
 from kvconnect.errors import OutOfBlocks
 
-__all__ = ["BlockPool", "make_pools"]
-
 
 class BlockPool:
     """The blocks of one pool group.

@@ -14,8 +14,6 @@ from kvconnect.cache.tree.radix_tree import RadixTree
 from kvconnect.cache.tree.segment import Root, Segment
 from kvconnect.keys import BlockKey, root_key
 
-__all__ = ["Created", "EventLog", "KvCacheEvent", "PublishedBlock", "Removed", "Stored", "Updated"]
-
 PRIMARY, SECONDARY = 0, 1
 
 

@@ -15,8 +15,6 @@ from kvconnect.cache.tree.residence import BlockIds, Span, new_ids
 from kvconnect.cache.tree.retention import DEFAULT_RETENTION, Retention
 from kvconnect.cache.tree.segment import Segment
 
-__all__ = ["NOT_HELD", "HeldBlocks", "HeldPath", "PinnedPath", "as_id_array", "no_ids"]
-
 NOT_HELD = -1
 """The id of a block that was released, or is not reserved yet."""
 

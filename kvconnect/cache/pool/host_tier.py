@@ -10,8 +10,6 @@ from kvconnect.cache.tree.radix_tree import RadixTree
 from kvconnect.cache.tree.residence import BlockIds, new_ids
 from kvconnect.cache.tree.segment import Segment
 
-__all__ = ["HostTier"]
-
 
 class HostTier:
     """Assigns host blocks to reclaimed primary ones, and evicts copies of lower priority.

@@ -13,8 +13,6 @@ from kvconnect.cache.tree.segment import Children, Segment
 from kvconnect.config import KvCacheConfig
 from kvconnect.keys import NamespaceId
 
-__all__ = ["Match", "Matcher", "PartialSource", "first_in_window"]
-
 
 def first_in_window(window: int | None, num_tokens: int) -> int:
     """Returns the first token that attention at position `num_tokens` reads."""

@@ -9,8 +9,6 @@ import numpy as np
 
 from kvconnect.cache.tree.residence import BlockIds
 
-__all__ = ["PrivateBlocks"]
-
 
 class PrivateBlocks:
     """The blank blocks of a pool, and the holders of its private ones.

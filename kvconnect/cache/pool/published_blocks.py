@@ -13,8 +13,6 @@ from kvconnect.cache.tree.residence import BlockIds, Residence, new_ids
 from kvconnect.cache.tree.retention import DEFAULT_RETENTION, Retention
 from kvconnect.cache.tree.segment import Segment
 
-__all__ = ["PublishedBlocks"]
-
 _NEVER_RELEASED = -(1 << 62)
 """The first stamp of published blocks that were never released; less than any moment of release."""
 

@@ -11,8 +11,6 @@ from kvconnect.cache.tree.residence import Residence
 from kvconnect.cache.tree.segment import Segment
 from kvconnect.config import DEFAULT_RETENTION_PRIORITY
 
-__all__ = ["ReclaimOrder", "ReclaimQueue", "effective_priority"]
-
 ReclaimOrder = tuple[int, int, int]
 """Effective priority, stamp, and minus the first block: the smallest is reclaimed first."""
 

@@ -18,8 +18,6 @@ from kvconnect.cache.tree.residence import BlockIds, new_ids
 from kvconnect.cache.tree.segment import Segment
 from kvconnect.errors import OutOfBlocks
 
-__all__ = ["SlabMove", "Slabs"]
-
 Ids = npt.NDArray[np.int32]
 
 _FIXED = SlabGeometry(0, (), ())

@@ -15,8 +15,6 @@ from kvconnect.cache.tree.segment import Segment
 from kvconnect.errors import ConfigurationError
 from kvconnect.keys import BlockKey
 
-__all__ = ["PinTable"]
-
 
 class PinTable(StateTable):
     """The live sequences, and the pins that hold blocks beside them.

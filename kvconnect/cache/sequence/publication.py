@@ -10,8 +10,6 @@ from kvconnect.cache.tree.radix_tree import RadixTree
 from kvconnect.cache.tree.retention import RetentionRun
 from kvconnect.cache.tree.segment import Segment
 
-__all__ = ["Publication"]
-
 
 class Publication:
     """An attempt to publish the private blocks of a sequence along its path, pool by pool.

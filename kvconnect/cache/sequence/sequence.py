@@ -18,8 +18,6 @@ from kvconnect.keys import BlockKey, KeyChain, NamespaceId, root_key
 from kvconnect.layout import KvCacheLayout
 from kvconnect.tokens import TokenBuffer
 
-__all__ = ["PinHandle", "Sequence", "check_position"]
-
 
 class PinHandle(PinnedBlocks):
     """The blocks of a pin, which stay until they are unpinned.

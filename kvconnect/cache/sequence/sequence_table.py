@@ -20,8 +20,6 @@ from kvconnect.keys import BlockKey
 from kvconnect.layout import KvCacheLayout
 from kvconnect.tokens import Tokens, as_token_array
 
-__all__ = ["SequenceTable"]
-
 
 class SequenceTable:
     """The live sequences by request id, with the methods that change and end them.

@@ -7,8 +7,6 @@ from kvconnect.cache.sequence.sequence import Sequence, check_position
 from kvconnect.cache.sequence.sequence_table import SequenceTable
 from kvconnect.errors import ConfigurationError
 
-__all__ = ["StateTable"]
-
 
 class StateTable(SequenceTable):
     """The live sequences, with the calls for snapshots of their recurrent states.

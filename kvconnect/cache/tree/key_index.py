@@ -7,8 +7,6 @@ from collections.abc import Iterable, Sequence
 from kvconnect.cache.tree.segment import Root, Segment
 from kvconnect.keys import KEY_NBYTES, BlockKey, KeyChain, chain_keys, split_keys
 
-__all__ = ["KeyIndex"]
-
 
 class KeyIndex:
     """Maps the key of a segment's first block to the segment. Other keys are hashed by searches.

@@ -10,8 +10,6 @@ from kvconnect.cache.tree.key_index import KeyIndex
 from kvconnect.cache.tree.segment import Root, Segment
 from kvconnect.keys import KEY_NBYTES, BlockKey, KeyChain, NamespaceId
 
-__all__ = ["RadixTree", "TokenBytes", "shared_tokens"]
-
 _LONGEST_JOINED = 64
 
 TokenBytes = bytes | bytearray

@@ -9,8 +9,6 @@ from typing import TypeAlias
 
 from kvconnect.cache.tree.retention import DEFAULT_RETENTION, Retention
 
-__all__ = ["BlockIds", "Residence", "Span", "new_ids"]
-
 BlockIds: TypeAlias = "array[int]"
 """Block ids as C ints of four bytes, which are sliced, extended and cut at memcpy speed."""
 

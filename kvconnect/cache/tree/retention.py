@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 from kvconnect.config import DEFAULT_RETENTION_PRIORITY, KvCacheRetentionConfig
 
-__all__ = ["DEFAULT_RETENTION", "Retention", "RetentionPlan", "RetentionRun"]
-
 
 class Retention(NamedTuple):
     """The retention of a block: a priority 0..100 for `duration` seconds, ``None`` for ever."""

@@ -9,8 +9,6 @@ from kvconnect.cache.tree.residence import Residence
 from kvconnect.cache.tree.sorted_keys import SortedKeys
 from kvconnect.keys import BlockKey, NamespaceId
 
-__all__ = ["Children", "Root", "Segment"]
-
 
 class Children(dict[bytes, "Segment"]):
     """The child segments of a segment, by the token bytes of their whole first block.

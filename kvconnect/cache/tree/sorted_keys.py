@@ -5,8 +5,6 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Iterator
 
-__all__ = ["SortedKeys"]
-
 _CHUNK = 512
 
 

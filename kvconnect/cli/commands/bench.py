@@ -13,8 +13,6 @@ from kvconnect.bench.checkout import from_checkout, has_checkout
 from kvconnect.cli.command import Subparsers, add_json, add_number, require_at_least_one, tell
 from kvconnect.errors import ConfigurationError
 
-__all__ = ["add_model_options", "add_options", "add_run", "run"]
-
 _OF_A_CHECKOUT = (
     *("engine", "serve", "transfer", "engines", "identity", "blocks", "dead"),
     *("crossover", "kernels"),

@@ -17,8 +17,6 @@ from kvconnect.operations.progress import Progress
 if TYPE_CHECKING:
     from kvconnect.testing.subject import Subject
 
-__all__ = ["add_options", "run"]
-
 _DESCRIPTION = """\
 Run the conformance kit against a store: the contract of its four methods, integrity, crashes, full
 and failing disks, time, random operations, and a small model's tokens. The store is filled and

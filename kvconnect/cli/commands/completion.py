@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Mapping
 
-__all__ = ["add_options", "run"]
-
 _SCRIPT = """\
 _kvconnect() {{
   local word="${{COMP_WORDS[COMP_CWORD]}}" before="${{COMP_WORDS[COMP_CWORD-1]}}"

@@ -24,8 +24,6 @@ from kvconnect.operations.visit import listed, visiting
 if TYPE_CHECKING:
     from kvconnect.operations.frame_reader import ReadFrame
 
-__all__ = ["add_options", "parents_first", "run"]
-
 _KEYS_PER_LOOKUP = 256
 # A part of each key identifies the block, and takes less memory.
 _SHORT = 12

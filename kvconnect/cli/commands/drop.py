@@ -8,8 +8,6 @@ from kvconnect.cli.command import NothingMatched, add_json, tell_unknown
 from kvconnect.cli.wanted import add_wanted, reported, store_and_wanted
 from kvconnect.operations.result import Result
 
-__all__ = ["add_options", "run"]
-
 _EPILOG = """\
 examples:
   kvconnect drop disk:///var/cache/kv --salt tenant-7

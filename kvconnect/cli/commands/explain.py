@@ -14,8 +14,6 @@ from kvconnect.keys import check_salt
 from kvconnect.operations.explain import StoredPrompt
 from kvconnect.operations.prompt_store import PromptStore
 
-__all__ = ["add_options", "run"]
-
 _EPILOG = """\
 examples:
   kvconnect explain disk:///var/cache/kv MODEL --prompt-file contract.txt

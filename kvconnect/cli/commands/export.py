@@ -16,8 +16,6 @@ from kvconnect.errors import ConfigurationError
 if TYPE_CHECKING:
     from kvconnect.operations.export import Exported
 
-__all__ = ["add_options", "run"]
-
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of ``export``."""

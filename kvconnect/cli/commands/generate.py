@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from kvconnect.engine.llm import LLM
     from kvconnect.engine.request.output import CompletionOutput, RequestOutput
 
-__all__ = ["add_options", "parse_retention", "run", "shown_on"]
-
 _FORM = "write START:END=PRIORITY[:DURATION] or decode=PRIORITY[:DURATION], as in 0:1024=90:30s"
 
 logger = logging.getLogger("kvconnect")

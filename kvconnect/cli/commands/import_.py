@@ -14,8 +14,6 @@ from kvconnect.errors import ConfigurationError
 from kvconnect.operations.prompt_store import PromptStore
 from kvconnect.operations.saving import Saved
 
-__all__ = ["add_options", "run"]
-
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of ``import``."""

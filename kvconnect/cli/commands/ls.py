@@ -20,8 +20,6 @@ from kvconnect.operations.listing import each_block
 from kvconnect.operations.progress import Progress
 from kvconnect.operations.visit import listed, visiting
 
-__all__ = ["add_options", "as_json", "run"]
-
 _SORT: dict[str, Callable[[StoredEntry], Any]] = {
     "age": lambda entry: entry.created_at,
     "used": lambda entry: entry.used_at,

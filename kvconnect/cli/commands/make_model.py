@@ -8,8 +8,6 @@ from pathlib import Path
 from kvconnect.cli.command import add_number
 from kvconnect.errors import ConfigurationError
 
-__all__ = ["add_options", "run"]
-
 _SIZES = {
     "hidden_size": "width of the model",
     "num_layers": "number of layers",

@@ -11,8 +11,6 @@ from kvconnect.cli.command import add_number, add_old_name, picked
 from kvconnect.errors import ConfigurationError
 from kvconnect.operations.progress import Progress
 
-__all__ = ["add_options", "run"]
-
 _LINES_PER_UPDATE = 256
 
 

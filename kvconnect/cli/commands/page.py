@@ -19,8 +19,6 @@ from kvconnect.errors import ConfigurationError
 from kvconnect.operations.overview import store_overview
 from kvconnect.operations.tenants import read_names
 
-__all__ = ["add_options", "run"]
-
 _EPILOG = """\
 examples:
   kvconnect page disk:///var/cache/kv

@@ -8,8 +8,6 @@ from kvconnect.cli.command import NothingMatched, add_duration, add_json
 from kvconnect.cli.wanted import add_wanted, reported, store_and_wanted
 from kvconnect.errors import RetryLater
 
-__all__ = ["add_options", "run"]
-
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of ``pin``."""

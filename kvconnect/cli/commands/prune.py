@@ -20,8 +20,6 @@ from kvconnect.operations.listing import each_block
 from kvconnect.operations.progress import Progress
 from kvconnect.operations.visit import listed, visiting
 
-__all__ = ["add_options", "run"]
-
 _KEYS_PER_DELETE = 256
 
 

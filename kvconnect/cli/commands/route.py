@@ -17,8 +17,6 @@ from kvconnect.cli.options.http_options import (
     traces_of,
 )
 
-__all__ = ["add_options", "run"]
-
 _INSTANCE_API_KEY = "KVCONNECT_INSTANCE_API_KEY"
 
 

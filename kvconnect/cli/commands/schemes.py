@@ -11,8 +11,6 @@ from kvconnect.backends.registry import factory_of, schemes
 from kvconnect.cli.command import add_json
 from kvconnect.errors import MissingExtra
 
-__all__ = ["add_options", "run"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Scheme:

@@ -37,8 +37,6 @@ from kvconnect.errors import ConfigurationError
 from kvconnect.operations.tenants import read_names
 from kvconnect.transfer.local_secret import local_secret
 
-__all__ = ["add_options", "run"]
-
 _TRANSFER_SECRET = "KVCONNECT_TRANSFER_SECRET"  # noqa: S105  its name
 
 

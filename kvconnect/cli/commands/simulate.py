@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from kvconnect.simulate.simulator import Simulator
     from kvconnect.simulate.trace_reader import TraceReader
 
-__all__ = ["add_options", "run"]
-
 _REQUESTS_PER_UPDATE = 256
 
 _DESCRIPTION = """\

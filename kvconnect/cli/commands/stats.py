@@ -19,8 +19,6 @@ from kvconnect.operations.progress import Progress
 from kvconnect.operations.tenants import TenantUse, each_tenant, read_names
 from kvconnect.operations.visit import listed, parts, visiting
 
-__all__ = ["add_options", "run"]
-
 _SHOWN = 20
 _TENANT = "{:<32}  {:>9}  {:>10}  {:>9}  {:>12}"
 _OWN = ("breaker_state", "running", "abandoned")

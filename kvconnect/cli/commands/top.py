@@ -21,8 +21,6 @@ from kvconnect.redaction import without_passwords
 if TYPE_CHECKING:
     from rich.live import Live
 
-__all__ = ["add_options", "run"]
-
 _SERVER = "http://127.0.0.1:8000"
 _HOST_AND_PORT = re.compile(r"[A-Za-z0-9.-]+:[0-9]{1,5}")
 _EPILOG = """\

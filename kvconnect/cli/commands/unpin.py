@@ -7,8 +7,6 @@ import argparse
 from kvconnect.cli.command import NothingMatched, add_json
 from kvconnect.cli.wanted import add_wanted, reported, store_and_wanted
 
-__all__ = ["add_options", "run"]
-
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of ``unpin``."""

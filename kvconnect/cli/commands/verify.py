@@ -19,8 +19,6 @@ from kvconnect.operations.visit import listed, parts, visiting
 if TYPE_CHECKING:
     from kvconnect.operations.frame_reader import ReadFrame
 
-__all__ = ["add_options", "run"]
-
 _REPORTED = 1000
 
 

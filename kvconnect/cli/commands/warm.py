@@ -20,8 +20,6 @@ from kvconnect.errors import ConfigurationError, RetryLater
 from kvconnect.operations.prompt_store import PromptStore
 from kvconnect.operations.saving import Saved
 
-__all__ = ["add_options", "run"]
-
 _EPILOG = """\
 examples:
   kvconnect warm disk:///var/cache/kv MODEL --jsonl prompts.jsonl

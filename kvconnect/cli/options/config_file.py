@@ -10,8 +10,6 @@ from typing import Any
 
 from kvconnect.errors import ConfigurationError, nearest
 
-__all__ = ["add_config", "with_config"]
-
 
 def add_config(parser: argparse.ArgumentParser) -> None:
     """Adds ``--config``, which `with_config` reads."""

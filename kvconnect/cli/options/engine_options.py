@@ -22,18 +22,6 @@ if TYPE_CHECKING:
     from kvconnect.engine.llm import LLM
     from kvconnect.engine.sampling.drafts import NgramSpeculation
 
-__all__ = [
-    "add_cache_options",
-    "add_engine_options",
-    "add_events_options",
-    "add_lookup_timeout",
-    "add_model",
-    "check_model",
-    "connector_of",
-    "events_of",
-    "open_llm",
-]
-
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     """Adds the model's argument."""

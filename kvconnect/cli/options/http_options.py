@@ -16,19 +16,6 @@ if TYPE_CHECKING:
     from kvconnect.otel import TraceExport
     from kvconnect.server.http.listener import Listener
 
-__all__ = [
-    "ADMIN_KEY",
-    "METRICS_KEY",
-    "ROUTER_SECRET",
-    "add_http_options",
-    "add_key",
-    "add_traces_option",
-    "http_fields",
-    "key_of",
-    "tell_url",
-    "traces_of",
-]
-
 ROUTER_SECRET = "KVCONNECT_ROUTER_SECRET"  # noqa: S105  its name
 ADMIN_KEY = "KVCONNECT_ADMIN_KEY"
 METRICS_KEY = "KVCONNECT_METRICS_KEY"

@@ -9,8 +9,6 @@ from kvconnect.cli.command import NothingMatched, add_duration, add_number
 from kvconnect.keys import check_salt, salt_tag
 from kvconnect.operations import selection
 
-__all__ = ["Selection"]
-
 
 class Selection(selection.Selection):
     """The blocks that fit every option that is given."""

@@ -9,8 +9,6 @@ from pydantic import model_validator
 
 from kvconnect.config import KvCacheConnectorConfig, TransferConfig
 
-__all__ = ["DecodeConnector", "PrefillConnector"]
-
 
 class _OfRole(KvCacheConnectorConfig):
     _role: ClassVar[str]

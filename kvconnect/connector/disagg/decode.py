@@ -17,8 +17,6 @@ from kvconnect.request import LlmRequest
 from kvconnect.trace import count
 from kvconnect.transfer.claimed import Claimed
 
-__all__ = ["DecodeBook"]
-
 
 @dataclass(slots=True, eq=False)
 class _Fetch:

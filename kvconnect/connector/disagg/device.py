@@ -8,8 +8,6 @@ from collections.abc import Callable
 
 import torch
 
-__all__ = ["DeviceOrder"]
-
 
 class DeviceOrder:
     """Runs calls after the work that is enqueued on the forward passes' stream, in order.

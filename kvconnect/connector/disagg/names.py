@@ -7,8 +7,6 @@ import struct
 
 from kvconnect.request import LlmRequest
 
-__all__ = ["transfer_id_of", "transfer_name"]
-
 
 def transfer_name(
     transfer_id: str, request: LlmRequest, num_tokens: int, model_digest: bytes

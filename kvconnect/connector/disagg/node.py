@@ -33,8 +33,6 @@ from kvconnect.transfer.node import PeerNode
 from kvconnect.transfer.quarantine import Quarantine
 from kvconnect.transfer.secret import SharedSecret
 
-__all__ = ["TransferNode"]
-
 # A share of the runtime's deadlines, so that these end first: here it is known which transfers
 # still run.
 _OWN_SHARE = 0.9

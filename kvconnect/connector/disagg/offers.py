@@ -13,8 +13,6 @@ from kvconnect.transfer.control.messages import LeaseId, Watermark
 from kvconnect.transfer.leases.lease import Blocks
 from kvconnect.transfer.leases.server import LeaseServer
 
-__all__ = ["Offers"]
-
 _REMEMBERED = 4096
 
 

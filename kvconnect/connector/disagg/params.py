@@ -17,8 +17,6 @@ from kvconnect.address import host_and_port
 from kvconnect.errors import ConfigurationError
 from kvconnect.text import check_text, shown
 
-__all__ = ["FetchParams", "PrefillParams", "transfer_params"]
-
 _LONGEST_ID = 200
 _MOST_RANKS = 1024
 

@@ -11,8 +11,6 @@ from kvconnect.layout import KvCacheLayout
 from kvconnect.shards import StoredHeads, stored_heads
 from kvconnect.transfer.control.messages import Hello
 
-__all__ = ["check_pools", "end_of_transfer", "peer_heads", "peer_layouts", "peer_pools"]
-
 
 def peer_layouts(layouts: Sequence[KvCacheLayout]) -> tuple[KvCacheLayout, ...]:
     """Returns the layouts of the pools that peers read.

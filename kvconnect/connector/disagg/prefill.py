@@ -17,8 +17,6 @@ from kvconnect.layout import KvCacheLayout
 from kvconnect.request import LlmRequest
 from kvconnect.shards import dividing_rank
 
-__all__ = ["PrefillBook"]
-
 
 @dataclass(slots=True, eq=False)
 class _Prompt:

@@ -14,8 +14,6 @@ from kvconnect.trace import count
 from kvconnect.transfer.control.messages import NOTHING_COMPUTED, LeaseId, Watermark
 from kvconnect.transfer.leases.lease import Blocks
 
-__all__ = ["Publisher"]
-
 
 @dataclass(slots=True, eq=False)
 class _Shared:

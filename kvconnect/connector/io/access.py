@@ -22,8 +22,6 @@ from kvconnect.keys import BlockKey, store_key
 from kvconnect.layout import KvCacheLayout
 from kvconnect.trace import metrics
 
-__all__ = ["CALL_NBYTES", "LOADS_IN_FLIGHT", "SAVES_IN_FLIGHT", "Access"]
-
 CALL_NBYTES = 16 << 20
 """The bytes of blocks in one call to the store.
 

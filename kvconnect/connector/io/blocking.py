@@ -30,8 +30,6 @@ from kvconnect.keys import BlockKey
 from kvconnect.shards import StoredHeads
 from kvconnect.trace import count, warn_once
 
-__all__ = ["StoreAccess"]
-
 T = TypeVar("T")
 
 # A load ends by its own deadline, this much before its caller stops waiting.

@@ -12,8 +12,6 @@ from kvconnect.connector.io.reply import Reply
 from kvconnect.errors import RetryLater
 from kvconnect.trace import count
 
-__all__ = ["LookupBudget"]
-
 T = TypeVar("T")
 
 # Pauses between probes of a store that answered too late. The first ones are short, as the store

@@ -17,8 +17,6 @@ from kvconnect.kernels.blocks.transfer import Transfer
 from kvconnect.kernels.cuda.driver.streams import copy_streams
 from kvconnect.layout import KvCacheLayout
 
-__all__ = ["AttachedCopier", "PoolCopier", "copy_batches"]
-
 _BATCH_BLOCKS = 64
 _BITS = 32
 _INDEX = (1 << _BITS) - 1

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from kvconnect.errors import BackendTimeout, KvConnectError
 from kvconnect.explain.outcome import Outcome
 
-__all__ = ["Fetched", "fetched"]
-
 
 @dataclass(frozen=True, slots=True)
 class Fetched:

@@ -16,8 +16,6 @@ from kvconnect.kernels.blocks.paged import PagedKv
 from kvconnect.keys import store_key
 from kvconnect.shards import HeadSlice
 
-__all__ = ["HeadReader"]
-
 _PART_OF_STAGING = 8
 _LOOK_S = 0.001
 

@@ -7,8 +7,6 @@ import hashlib
 from kvconnect.backends.registry import codecs_of, open_backend
 from kvconnect.config import KvCacheConnectorConfig
 
-__all__ = ["check_store", "stored_as"]
-
 
 def stored_as(
     model_digest: bytes, config: KvCacheConnectorConfig | None, *, engine: str | None = None

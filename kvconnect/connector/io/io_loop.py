@@ -15,8 +15,6 @@ from kvconnect.backends.daemon_threads import DaemonThreads
 from kvconnect.connector.io.reply import Reply
 from kvconnect.errors import UsageError
 
-__all__ = ["IoLoop"]
-
 logger = logging.getLogger("kvconnect")
 
 T = TypeVar("T")

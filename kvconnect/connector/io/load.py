@@ -19,8 +19,6 @@ from kvconnect.errors import KvConnectError, RetryLater
 from kvconnect.explain.outcome import Outcome
 from kvconnect.trace import count
 
-__all__ = ["Load", "Loads"]
-
 # A load of few full calls is split into calls of this share of a full one, so many at a time: the
 # copies after the last call overlap with no read.
 _SHORT_SHARE = 4

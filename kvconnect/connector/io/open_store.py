@@ -19,9 +19,6 @@ from kvconnect.errors import ConfigurationError, RetryLater
 from kvconnect.redaction import without_passwords
 from kvconnect.trace import warn_once
 
-__all__ = ["OffloadStore", "store_ttl_s"]
-
-
 # Seconds for a drained store to close, and for threads to end after that.
 _CLOSE_S = 1.0
 _END_S = 0.25

@@ -11,8 +11,6 @@ from typing import NamedTuple, overload
 from kvconnect.keys import BlockKey, split_keys
 from kvconnect.tokens import TokenArray
 
-__all__ = ["BlockLoad", "BlockRun", "BlockSave", "LoadBlocks", "SaveOrder"]
-
 
 @dataclass(frozen=True, slots=True)
 class BlockLoad:

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError
 from typing import Any, Generic, TypeVar
 
-__all__ = ["Reply"]
-
 T = TypeVar("T")
 
 

@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from kvconnect.connector.io.load import Load, Loads
 from kvconnect.connector.io.orders import BlockLoad, LoadBlocks
 
-__all__ = ["RunLoads"]
-
 
 class RunLoads:
     """A load of several runs of blocks; each ends at the first block that cannot be loaded.

@@ -22,8 +22,6 @@ from kvconnect.kernels.blocks.transfer import Transfer
 from kvconnect.keys import model_tag
 from kvconnect.trace import count, warn_once
 
-__all__ = ["SaveQueue"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Staged:

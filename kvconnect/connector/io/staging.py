@@ -16,8 +16,6 @@ from kvconnect.kernels.blocks.paged import PagedKv
 from kvconnect.kernels.pinned import PinnedPool
 from kvconnect.layout import KvCacheLayout
 
-__all__ = ["Slot", "StagingPool", "clear_beyond"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slot:

@@ -19,8 +19,6 @@ from kvconnect.kernels.blocks.paged import PagedKv
 from kvconnect.kernels.blocks.transfer import DONE, Transfer
 from kvconnect.layout import KvCacheLayout
 
-__all__ = ["HostCopier", "StridedCopier", "StridedPlanes"]
-
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

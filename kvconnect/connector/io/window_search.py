@@ -7,8 +7,6 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 from kvconnect.keys import BlockKey
 
-__all__ = ["WindowSearch", "blocks_needed"]
-
 _STATES_AT_ONCE = 32
 """The number of blocks that are searched for a snapshot of states at one time."""
 

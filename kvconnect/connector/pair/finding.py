@@ -18,8 +18,6 @@ from kvconnect.keys import KeyChain
 from kvconnect.request import LlmRequest
 from kvconnect.trace import count, warn_once
 
-__all__ = ["StoreFinding", "by_group"]
-
 _LEFT_ALONE = Reply.settled(Hit())
 
 

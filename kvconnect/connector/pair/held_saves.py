@@ -9,8 +9,6 @@ from kvconnect.connector.io.lookup import blocks_needed
 from kvconnect.connector.io.orders import BlockSave, SaveOrder
 from kvconnect.layout import KvCacheLayout
 
-__all__ = ["HeldSaves", "LeavingSave"]
-
 
 class HeldSaves:
     """The save orders of each request, held until the request ends or loses its blocks.

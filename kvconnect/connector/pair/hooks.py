@@ -7,8 +7,6 @@ from kvconnect.explain.outcome import NotSaved
 from kvconnect.request import LlmRequest
 from kvconnect.trace import count, warn_once
 
-__all__ = ["GuardedHooks", "StoreHooks"]
-
 
 class StoreHooks:
     """The hooks of `OffloadScheduler`; a subclass overrides those that it needs.

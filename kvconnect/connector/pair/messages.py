@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from kvconnect.connector.disagg.messages import EndOrder, FetchOrder, PublishOrder
 from kvconnect.connector.io.orders import LoadBlocks, SaveOrder
 
-__all__ = ["OffloadMeta", "RequestEnd", "WorkerMeta"]
-
 
 @dataclass(frozen=True, slots=True)
 class RequestEnd:

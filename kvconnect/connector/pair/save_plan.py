@@ -12,8 +12,6 @@ from kvconnect.explain.outcome import NotSaved
 from kvconnect.keys import BlockKey
 from kvconnect.request import LlmRequest
 
-__all__ = ["SavePlan"]
-
 _LONGEST_TTL_S = 1e11  # three thousand years
 
 

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from kvconnect.connector.disagg.decode import DecodeBook
     from kvconnect.connector.disagg.prefill import PrefillBook
 
-__all__ = ["OffloadScheduler"]
-
 # Blocks of requests that ended are written later, and may be lost then.
 _MOST_ACCOUNTS = 64
 

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from kvconnect.connector.disagg.node import TransferNode
     from kvconnect.connector.disagg.publisher import Publisher
 
-__all__ = ["OffloadWorker"]
-
 # The worker's deadlines are earlier than the runtime's: the worker knows when its writes have
 # ended, whereas the runtime would have to quarantine the blocks.
 _OWN_SHARE = 0.9

@@ -8,18 +8,6 @@ from typing import Protocol, TypeAlias, TypeVar
 from kvconnect.connector.data import TransferFailure
 from kvconnect.errors import RankDivergence
 
-__all__ = [
-    "CancelLoad",
-    "Communicator",
-    "Instructions",
-    "Report",
-    "RequestError",
-    "RequestOrder",
-    "ResetRequest",
-    "SingleProcess",
-    "agreed",
-]
-
 T = TypeVar("T")
 
 

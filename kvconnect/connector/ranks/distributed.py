@@ -21,8 +21,6 @@ from kvconnect.errors import (
     RankLost,
 )
 
-__all__ = ["DistributedCommunicator"]
-
 T = TypeVar("T")
 
 _LEAVE_S = 1.0

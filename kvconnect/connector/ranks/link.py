@@ -11,8 +11,6 @@ from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
 
-__all__ = ["MOST_NBYTES", "Message", "RankLink"]
-
 MOST_NBYTES = 1 << 30
 """The largest payload of a message: 1 GiB."""
 

@@ -21,8 +21,6 @@ import torch.distributed as dist
 
 from kvconnect.errors import RankLost
 
-__all__ = ["connect_ranks"]
-
 _LOOPBACK = "127.0.0.1"
 _NOTE_NBYTES = 2048
 _MOST_HOSTS = 16

@@ -18,8 +18,6 @@ from torch import Tensor
 
 from kvconnect.errors import ConnectorContractError, KvConnectError, RankDivergence, RankLost
 
-__all__ = ["END_S", "RankWatch", "Verdict", "VerdictKind", "do_within", "end_group"]
-
 _FOREVER = timedelta(days=365)
 """The timeout of gloo's waits for heartbeats, in threads of the watch."""
 

@@ -18,8 +18,6 @@ from kvconnect.explain.outcome import Outcome
 from kvconnect.request import ExternalMatch, LlmRequest
 from kvconnect.trace import warn_once
 
-__all__ = ["LoadAdmission", "SaveAdmission"]
-
 # With windows a failed load is useless. By the second attempt the store's damaged blocks are
 # deleted; further attempts would let a slow store delay a request without end.
 _MOST_FAILED_LOADS = 2

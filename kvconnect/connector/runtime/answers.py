@@ -7,14 +7,6 @@ from collections.abc import Mapping, Sequence
 from kvconnect.connector.data import Direction, TransferFailure
 from kvconnect.errors import ConnectorContractError
 
-__all__ = [
-    "checked_failures",
-    "checked_finished",
-    "checked_keep",
-    "checked_match",
-    "checked_progress",
-]
-
 
 def _name(owner: object) -> str:
     return type(owner).__name__

@@ -25,8 +25,6 @@ from kvconnect.errors import ConnectorContractError, OutOfBlocks
 from kvconnect.request import LlmRequest
 from kvconnect.trace import warn_once
 
-__all__ = ["TransferLedger"]
-
 # The least seconds that a request waits for blocks in quarantine, even if deadlines are shorter: a
 # request that stops waiting fails.
 _GRACE_S = 10.0

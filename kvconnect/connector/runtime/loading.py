@@ -18,8 +18,6 @@ from kvconnect.errors import ConfigurationError, ConnectorContractError, RetryLa
 from kvconnect.redaction import as_cause, text_without_passwords
 from kvconnect.text import shown
 
-__all__ = ["build_pair", "build_worker", "connector_classes"]
-
 T = TypeVar("T")
 SchedulerClass = type[KvCacheConnectorScheduler]
 WorkerClass = type[KvCacheConnectorWorker]

@@ -14,8 +14,6 @@ from kvconnect.connector.data import KvCachePool, KvCachePools, LlmArgs
 from kvconnect.errors import ConfigurationError
 from kvconnect.layout import KvCacheLayout
 
-__all__ = ["check_attachable", "checked_pools", "pool_groups"]
-
 
 def check_attachable(llm_args: LlmArgs, kv: BaseKVCacheManager) -> None:
     """Checks that a connector can be attached to `kv`.

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from kvconnect.cache.resource_manager import BaseKVCacheManager, PinnedBlocks
 from kvconnect.connector.data import Direction
 
-__all__ = ["Quarantine", "Quarantined"]
-
 _REMEMBERED = 1024
 
 

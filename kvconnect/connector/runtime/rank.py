@@ -26,8 +26,6 @@ from kvconnect.errors import RankDivergence, UsageError
 from kvconnect.request import LlmRequest
 from kvconnect.trace import count
 
-__all__ = ["RankDriver", "RankOrders"]
-
 
 class RankDriver:
     """Calls a worker in the order that its contract promises; holds no state of any request.

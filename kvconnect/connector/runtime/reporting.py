@@ -13,8 +13,6 @@ from kvconnect.keys import BlockKey
 from kvconnect.layout import KvCacheLayout
 from kvconnect.request import ExternalMatch, LlmRequest, ScheduledBatch
 
-__all__ = ["RequestRecord", "StepReporter"]
-
 
 @dataclass(slots=True, eq=False)
 class RequestRecord:

@@ -11,8 +11,6 @@ from kvconnect.errors import ConnectorContractError
 from kvconnect.request import LlmRequest
 from kvconnect.trace import count
 
-__all__ = ["RequestErrors"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -11,8 +11,6 @@ from kvconnect.connector.runtime.reporting import RequestRecord
 from kvconnect.explain.outcome import Outcome
 from kvconnect.trace import count
 
-__all__ = ["BlockFate", "LoadFailed", "StepOutcome", "Transfer", "TransferState", "Transfers"]
-
 
 class TransferState(Enum):
     """The state of a transfer; every one but ``ACTIVE`` is final."""

@@ -7,8 +7,6 @@ from pathlib import Path
 
 from kvconnect.errors import ConfigurationError
 
-__all__ = ["model_directory"]
-
 _NAME = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 _PREFIX = "models--"
 _SHOWN = 10

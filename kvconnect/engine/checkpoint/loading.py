@@ -14,8 +14,6 @@ from kvconnect.engine.model.sharding import ModelRanks
 from kvconnect.engine.request.tokenizer import Tokenizer
 from kvconnect.errors import ConfigurationError
 
-__all__ = ["LoadedModel", "load_model"]
-
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:

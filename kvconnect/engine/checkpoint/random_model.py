@@ -24,8 +24,6 @@ from transformers import (
 from kvconnect.config import torch_dtype
 from kvconnect.errors import ConfigurationError, nearest
 
-__all__ = ["ARCHITECTURES", "PRESETS", "ModelSize", "make_model"]
-
 _EOS_ID, _BOS_ID, _PAD_ID = 256, 257, 258
 _VOCAB_SIZE = 260
 

@@ -18,8 +18,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvconnect.engine.model.seam import ATTENTION
 
-__all__ = ["ADAPTED", "adapt"]
-
 
 def adapt(model: Any) -> None:
     """Replaces methods of the modules of `model`, if its family is one of `ADAPTED`."""

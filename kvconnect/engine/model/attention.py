@@ -25,8 +25,6 @@ from kvconnect.engine.model.scores import (
 )
 from kvconnect.errors import UsageError
 
-__all__ = ["BlockTable", "Chunk", "DecodeGroup", "held_blocks"]
-
 BlockTable: TypeAlias = npt.NDArray[np.int64]
 """Block ids of one request in one pool group, in order of its tokens; -1: not held."""
 

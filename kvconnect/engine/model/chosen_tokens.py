@@ -13,8 +13,6 @@ from kvconnect.engine.model.attention import BlockTable, held_blocks
 from kvconnect.engine.model.pages import LayerPages
 from kvconnect.engine.model.scores import AttentionInput, single_attended
 
-__all__ = ["ChosenTokens"]
-
 _MOST_KEYS = 1 << 24
 """Elements of keys that are gathered at once."""
 

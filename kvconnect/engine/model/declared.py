@@ -21,8 +21,6 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from kvconnect.errors import UnsupportedModel
 
-__all__ = ["UNSERVED", "checked_windows", "declared_windows"]
-
 _PROBE = "kvconnect_probe"
 _HORIZON = 1 << 20  # tokens; masks are not tested on pairs that are farther apart
 _AHEAD = 16

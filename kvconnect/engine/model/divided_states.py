@@ -12,8 +12,6 @@ from torch import Tensor
 from kvconnect.engine.model.sharding import ModelRanks
 from kvconnect.engine.model.states import StateKey, StateShape
 
-__all__ = ["DividedStates", "StateRows"]
-
 
 class StateRows(NamedTuple):
     """The rows of a whole state, along its first dimension, that a rank has.

@@ -27,8 +27,6 @@ from kvconnect.engine.model.mixers import (
 from kvconnect.engine.model.sequence_step import SequenceStep
 from kvconnect.engine.model.states import StateSlots
 
-__all__ = ["DraftedStates"]
-
 
 class _Call(NamedTuple):
     """A call of a mixer: its arguments are the rows of the sequences with drafts."""

@@ -22,8 +22,6 @@ from kvconnect.engine.model.sequence_step import SequenceStep
 from kvconnect.engine.model.states import StateSlots
 from kvconnect.errors import UsageError
 
-__all__ = ["CachedLayer", "ForwardStep", "LayerHooks"]
-
 
 class LayerHooks(Protocol):
     """The hooks that follow the forward pass; the connector manager has them."""

@@ -22,8 +22,6 @@ from kvconnect.engine.model.pages import LayerPages, PageNumbers, SlotNumbers
 from kvconnect.engine.model.scores import AttentionInput
 from kvconnect.engine.model.sequence_step import SequenceStep
 
-__all__ = ["GroupStep", "RequestSlice"]
-
 
 @dataclass(frozen=True, slots=True)
 class RequestSlice:

@@ -14,8 +14,6 @@ from kvconnect.engine.model.group_step import RequestSlice
 from kvconnect.engine.model.pages import LayerPages, PageNumbers, SlotNumbers
 from kvconnect.engine.model.seam import IndexCall
 
-__all__ = ["IndexPart", "index_parts"]
-
 _MOST_SCORES = 1 << 25
 """Elements of an index's scores that are held at once, in float32."""
 

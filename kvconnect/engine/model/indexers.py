@@ -17,8 +17,6 @@ from transformers import PreTrainedModel
 
 from kvconnect.engine.model.seam import Unmasked, running
 
-__all__ = ["INDEXED", "pack_indexers"]
-
 INDEXED = frozenset(
     {"axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4", "qwen4_exp_text"}
 )

@@ -14,8 +14,6 @@ from torch.nn.functional import pad
 
 from kvconnect.engine.model.projections import close
 
-__all__ = ["KeysAndValues", "Latents", "keep_latents"]
-
 KeysAndValues: TypeAlias = tuple[Tensor, Tensor]
 """Keys and values, ``[kv_heads, tokens, dim]`` each."""
 

@@ -13,8 +13,6 @@ from kvconnect.engine.model.projections import project, release
 from kvconnect.engine.model.scores import AttentionInput
 from kvconnect.engine.model.seam import KvStep
 
-__all__ = ["LeanLayer", "LeanStep"]
-
 _TILE = 512
 """The rows that the feed-forward part computes at a time.
 

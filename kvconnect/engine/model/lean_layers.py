@@ -19,8 +19,6 @@ from kvconnect.engine.model.projections import close, laid_out, project, release
 from kvconnect.engine.model.scores import AttentionInput
 from kvconnect.engine.model.seam import KvStep
 
-__all__ = ["LeanStack", "make_lean"]
-
 _log = logging.getLogger(__name__)
 
 _SERVED = frozenset({"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer"})

@@ -30,8 +30,6 @@ from kvconnect.engine.model.mixers import ModelCache, mapped
 from kvconnect.engine.model.sharding import ModelRanks, sum_outputs
 from kvconnect.engine.model.states import StateKey, StateShape
 
-__all__ = ["MixerDivision"]
-
 _COUNTS: Mapping[str, tuple[str, ...]] = {
     "num_heads": ("intermediate_size", "qkv_dim"),
     "num_v_heads": ("value_dim",),

@@ -23,16 +23,6 @@ from kvconnect.engine.model.mixers import (
 from kvconnect.engine.model.states import StateKey, StateKind, StateShape, StateSlots
 from kvconnect.errors import UnsupportedModel
 
-__all__ = [
-    "CHUNKS",
-    "PROBED_TOKENS",
-    "STEPS",
-    "MixerProbe",
-    "ProbedCall",
-    "run_in_parts",
-    "split_mixers",
-]
-
 PROBED_TOKENS = 5
 """The tokens that a model is probed with."""
 

@@ -20,19 +20,6 @@ from kvconnect.engine.model.sequence_step import SequenceStep
 from kvconnect.engine.model.states import StateKey, StateSlots
 from kvconnect.errors import UsageError
 
-__all__ = [
-    "Forward",
-    "ModelCache",
-    "PackedStates",
-    "Part",
-    "SequenceRows",
-    "SequenceStates",
-    "called",
-    "is_rows",
-    "mapped",
-    "parts",
-]
-
 Forward: TypeAlias = Callable[..., Any]
 
 

@@ -49,8 +49,6 @@ from kvconnect.engine.model.sharding import Division, ModelRanks, shard
 from kvconnect.engine.model.unmapping import unmap
 from kvconnect.errors import ConfigurationError, UnsupportedModel
 
-__all__ = ["Model", "check_sharing"]
-
 _RECURRENT_LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
 _STATELESS_LAYERS = {"moe", "mlp"}
 _SERVED_LAYERS = {"full_attention", "sliding_attention"} | _RECURRENT_LAYERS | _STATELESS_LAYERS

@@ -21,16 +21,6 @@ from kvconnect.engine.model.mixers import ModelCache, PackedStates
 from kvconnect.engine.model.seam import AttentionProbe, LayerShape
 from kvconnect.errors import UnsupportedModel
 
-__all__ = [
-    "OWN_ATTENTION",
-    "PADDED",
-    "KeysAndValues",
-    "PagedCache",
-    "ProbedCache",
-    "num_layers",
-    "probed",
-]
-
 OWN_ATTENTION = frozenset(
     {
         *(

@@ -12,8 +12,6 @@ from kvconnect.kernels.blocks.paged import PagedKv
 from kvconnect.kernels.update import reshape_and_cache
 from kvconnect.layout import KvCacheLayout
 
-__all__ = ["LayerPages", "PageNumbers", "SlotNumbers"]
-
 
 class PageNumbers:
     """The pages to be gathered from every layer of a pool group.

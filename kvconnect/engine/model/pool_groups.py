@@ -17,8 +17,6 @@ from kvconnect.engine.model.seam import LayerShape
 from kvconnect.errors import UnsupportedModel
 from kvconnect.layout import KvCacheLayout, StateTensor
 
-__all__ = ["CacheGeometry", "effective_windows", "group_layouts", "single_layout", "state_layers"]
-
 
 @dataclass(frozen=True, slots=True)
 class CacheGeometry:

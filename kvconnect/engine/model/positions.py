@@ -10,8 +10,6 @@ from transformers import PreTrainedConfig
 
 from kvconnect.errors import UnsupportedModel
 
-__all__ = ["PositionLimit", "position_limit"]
-
 
 @dataclass(frozen=True, slots=True)
 class PositionLimit:

@@ -16,8 +16,6 @@ from kvconnect.engine.model.own_attention import OWN_ATTENTION
 from kvconnect.engine.model.seam import ATTENTION
 from kvconnect.errors import ConfigurationError
 
-__all__ = ["load", "load_config"]
-
 
 def load_config(directory: Path) -> PreTrainedConfig:
     """Returns the configuration of the model in `directory`.

@@ -13,8 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 
-__all__ = ["Projection", "close", "laid_out", "project", "release"]
-
 _HINT = 16
 """Rows that weights are packed for; the products of other counts are hardly slower."""
 

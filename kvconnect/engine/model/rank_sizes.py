@@ -11,15 +11,6 @@ from torch import nn
 
 from kvconnect.errors import UnsupportedModel
 
-__all__ = [
-    "FUSED_KEYS",
-    "KEYS_AND_VALUES",
-    "check_size",
-    "divided_parts",
-    "tp_plan",
-    "unknown_style",
-]
-
 _WHOLE = frozenset(
     (
         *("embedding_rowwise", "embedding_colwise", "colwise_gather_output", "colwise_rep"),

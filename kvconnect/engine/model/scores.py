@@ -15,14 +15,6 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvconnect.engine.model.latents import KeysAndValues, Latents
 
-__all__ = [
-    "AttentionInput",
-    "attended",
-    "attended_in_parts",
-    "causal_mask",
-    "single_attended",
-]
-
 _MOST_SCORES = 1 << 23
 """Elements of scores that are held at once where no fused kernel computes them."""
 

@@ -19,18 +19,6 @@ from transformers import AttentionInterface
 from kvconnect.engine.model.scores import AttentionInput
 from kvconnect.errors import UnsupportedModel
 
-__all__ = [
-    "ATTENTION",
-    "AttentionProbe",
-    "IndexCall",
-    "IndexedStep",
-    "KvStep",
-    "LayerCounter",
-    "LayerShape",
-    "Unmasked",
-    "running",
-]
-
 ATTENTION = "kvconnect"
 """The ``attn_implementation`` that models are loaded with."""
 

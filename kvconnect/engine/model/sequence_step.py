@@ -11,8 +11,6 @@ from kvconnect.engine.model.attention import BlockTable
 from kvconnect.request import LlmRequest, RequestState
 from kvconnect.tokens import TokenArray
 
-__all__ = ["SequenceStep", "first_scheduled_token", "planned", "remaining_tokens", "sampled_rows"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SequenceStep:

@@ -28,8 +28,6 @@ from kvconnect.engine.model.rank_sizes import (
 )
 from kvconnect.errors import UnsupportedModel
 
-__all__ = ["ModelRanks", "shard", "sum_outputs"]
-
 _NUMBER = re.compile(r"\.(\d+)\.")
 
 

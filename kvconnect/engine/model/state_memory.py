@@ -13,8 +13,6 @@ from kvconnect.engine.model.model import Model
 from kvconnect.engine.model.pool_groups import state_layers
 from kvconnect.engine.model.states import StateKey, StateSlots
 
-__all__ = ["Snapshot", "StateMemory", "StateRestore", "StateWork"]
-
 
 class StateRestore(NamedTuple):
     """A copy of the snapshot `block`, the states after `num_tokens`, to the slot of a request."""

@@ -16,8 +16,6 @@ from torch import Tensor
 from kvconnect.engine.model.sequence_step import SequenceStep
 from kvconnect.errors import UsageError
 
-__all__ = ["StateKey", "StateShape", "StateSlots"]
-
 StateKind: TypeAlias = Literal["conv", "recurrent", "linear"]
 """The three pairs of methods by which transformers' caches read and write states."""
 

@@ -12,8 +12,6 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-__all__ = ["unmap"]
-
 _ALIGNMENT = 64
 
 

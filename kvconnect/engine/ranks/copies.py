@@ -14,8 +14,6 @@ from kvconnect.engine.ranks.messages import BlockCopy
 from kvconnect.errors import UsageError
 from kvconnect.layout import KvCacheLayout
 
-__all__ = ["LoggedCopier", "make_copies"]
-
 
 class LoggedCopier(TensorCopier):
     """A `TensorCopier` that logs its copies.

@@ -34,8 +34,6 @@ from kvconnect.engine.ranks.settings import RankSettings, free_nbytes, rank_devi
 from kvconnect.errors import UsageError
 from kvconnect.keys import Shard
 
-__all__ = ["follow"]
-
 
 def follow(settings: RankSettings, meeting: Meeting, rank: int) -> None:
     """Follows until the leader closes its engine; blocks until then.

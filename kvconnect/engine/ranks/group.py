@@ -18,8 +18,6 @@ from kvconnect.connector.ranks.watch import END_S, do_within
 from kvconnect.engine.ranks.sums import ModelSums
 from kvconnect.errors import ConfigurationError, EngineClosed
 
-__all__ = ["CONNECT_S", "RankGroup"]
-
 CONNECT_S = 30.0
 """The most seconds that ranks wait for another to connect, after all have loaded their models."""
 

@@ -16,8 +16,6 @@ from kvconnect.engine.ranks.preparation import preparation
 from kvconnect.engine.ranks.settings import RankSettings
 from kvconnect.errors import RankLost
 
-__all__ = ["FollowerProcesses"]
-
 
 class FollowerProcesses:
     """A process for each rank but the leader.

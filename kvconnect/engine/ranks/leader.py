@@ -33,8 +33,6 @@ from kvconnect.engine.ranks.messages import (
 from kvconnect.engine.ranks.settings import RankSettings, free_nbytes, limited
 from kvconnect.errors import ConfigurationError, KvConnectError, ModelChanged, RankDivergence
 
-__all__ = ["Leader", "NoFollowers", "start_followers"]
-
 _LIFE_SIGN_S = 1.0
 _END_S = 1.5
 """The seconds for a process to end, beyond its drain."""

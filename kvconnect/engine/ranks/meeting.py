@@ -24,8 +24,6 @@ from torch.distributed import (  # type: ignore[attr-defined]
 from kvconnect import errors
 from kvconnect.errors import ConfigurationError, KvConnectError, RankLost
 
-__all__ = ["Loaded", "Meeting", "rank_error", "torchrun_rank"]
-
 _LOADING = timedelta(hours=2)
 _POLL_S = 0.02
 _BEAT_S = 1.0

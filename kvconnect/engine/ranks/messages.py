@@ -16,18 +16,6 @@ from kvconnect.engine.model.state_memory import StateRestore, StateWork
 from kvconnect.errors import RankDivergence
 from kvconnect.tokens import TokenArray
 
-__all__ = [
-    "BlockCopy",
-    "Close",
-    "LifeSign",
-    "Message",
-    "PlanReader",
-    "PlanWriter",
-    "SequenceMessage",
-    "Setup",
-    "StepWork",
-]
-
 Int32Array: TypeAlias = npt.NDArray[np.int32]
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from importlib import import_module
 
-__all__ = ["in_followers", "preparation", "prepare"]
-
 _calls: dict[str, None] = {}
 
 

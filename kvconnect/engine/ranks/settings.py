@@ -17,8 +17,6 @@ from kvconnect.config import KvCacheConfig, KvCacheConnectorConfig
 from kvconnect.errors import ConfigurationError
 from kvconnect.settings import Settings
 
-__all__ = ["RankSettings", "check_tensor_parallel_size", "free_nbytes", "limited", "rank_device"]
-
 
 @dataclass(frozen=True, slots=True)
 class RankSettings:

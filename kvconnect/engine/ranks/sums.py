@@ -12,8 +12,6 @@ from torch import Tensor
 from kvconnect.connector.ranks.distributed import DistributedCommunicator
 from kvconnect.errors import RankLost
 
-__all__ = ["ModelSums"]
-
 _LOOK_EVERY = timedelta(seconds=0.25)
 _FIND_OUT_S = 5.0
 """The most seconds to wait for the name of the lost rank after a failed sum."""

@@ -11,8 +11,6 @@ from kvconnect.errors import ConfigurationError
 from kvconnect.text import check_text, shown
 from kvconnect.tokens import TokenArray
 
-__all__ = ["ChatFormat", "Conversation", "Message", "as_conversations"]
-
 Message: TypeAlias = Mapping[str, object]
 """``role`` and ``content``: a string, or a list of parts ``{"type": "text", "text": …}``."""
 

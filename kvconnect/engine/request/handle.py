@@ -13,8 +13,6 @@ from kvconnect.engine.request.logprobs import PromptLogprobs
 from kvconnect.engine.request.output import RequestOutput, StreamChunk, as_one
 from kvconnect.engine.request.owner import Owner
 
-__all__ = ["RequestHandle"]
-
 
 class RequestHandle:
     """A submitted request. Every method may be called from any thread.

@@ -21,8 +21,6 @@ from kvconnect.tokens import TokenArray, Tokens, as_token_array
 from kvconnect.trace import metrics
 from kvconnect.traced_request import TracedRequest
 
-__all__ = ["Intake"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -24,8 +24,6 @@ from kvconnect.engine.sampling.drafts import NO_DRAFTS, accepted_run
 from kvconnect.errors import UsageError
 from kvconnect.request import LlmRequest, RequestState
 
-__all__ = ["LiveRequest", "TokenRun"]
-
 
 @dataclass(frozen=True, slots=True)
 class TokenRun:

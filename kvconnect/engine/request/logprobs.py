@@ -13,16 +13,6 @@ from torch import Tensor
 
 from kvconnect.engine.request.tokenizer import Tokenizer
 
-__all__ = [
-    "Logprob",
-    "LogprobTable",
-    "LogprobView",
-    "PromptLogprobs",
-    "TokenLogprobs",
-    "TopTokens",
-    "top_tokens",
-]
-
 _ROWS_AT_ONCE = 64
 """Rows of logits that are turned into log probabilities together, each as long as the vocabulary"""
 

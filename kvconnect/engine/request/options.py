@@ -8,8 +8,6 @@ from typing import Any, TypedDict
 from kvconnect.cache_options import CacheOptions
 from kvconnect.config import KvCacheRetentionConfig
 
-__all__ = ["BatchOptions", "ChatOptions", "RequestOptions"]
-
 
 class RequestOptions(TypedDict, total=False):
     """The keyword arguments of `LLM.submit`, which explains them."""

@@ -11,8 +11,6 @@ from kvconnect.engine.request.stops import FinishReason
 from kvconnect.engine.request.tokenizer import Tokenizer
 from kvconnect.explain.outcome import Explanation, with_texts
 
-__all__ = ["CompletionOutput", "EngineStats", "RequestOutput", "StreamChunk", "as_one"]
-
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:

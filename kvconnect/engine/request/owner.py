@@ -6,8 +6,6 @@ import os
 
 from kvconnect.errors import EngineClosed
 
-__all__ = ["Owner"]
-
 
 class Owner:
     """The process that made this. A process forked from it has none of the engine's threads."""

@@ -9,8 +9,6 @@ from kvconnect.errors import ConfigurationError, nearest
 from kvconnect.text import shown
 from kvconnect.tokens import Tokens
 
-__all__ = ["Prompt", "as_prompts", "as_text_or_tokens", "one_each"]
-
 Prompt: TypeAlias = str | Tokens | Mapping[str, str | Tokens]
 """Text or token ids, or a dict that names which: ``prompt`` or ``prompt_token_ids``."""
 

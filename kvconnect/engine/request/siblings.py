@@ -8,8 +8,6 @@ from collections.abc import Callable, Sequence
 from kvconnect.engine.request.live_request import LiveRequest
 from kvconnect.errors import EngineClosed
 
-__all__ = ["Siblings"]
-
 
 class Siblings:
     """The requests of equal prompts, started so that they share the KV blocks of the prompt.

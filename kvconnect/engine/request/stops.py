@@ -9,8 +9,6 @@ from typing import Literal, TypeAlias
 from kvconnect.engine.request.tokenizer import Detokenizer, Tokenizer
 from kvconnect.request import SamplingParams
 
-__all__ = ["FinishReason", "StopChecker", "StopStatus"]
-
 FinishReason: TypeAlias = Literal["stop", "length", "abort"]
 
 

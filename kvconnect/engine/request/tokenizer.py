@@ -13,8 +13,6 @@ from transformers import AutoTokenizer
 from kvconnect.errors import ConfigurationError
 from kvconnect.tokens import TokenArray, as_token_array
 
-__all__ = ["Detokenizer", "Tokenizer"]
-
 _UNFINISHED = "\ufffd"
 _CHARACTERS_OF_TOKEN = 8
 """The assumed characters of a token, above the average."""

@@ -17,15 +17,6 @@ from kvconnect.request import LlmRequest
 from kvconnect.settings import Settings
 from kvconnect.tokens import TokenArray
 
-__all__ = [
-    "NO_DRAFTS",
-    "NgramDrafter",
-    "NgramSpeculation",
-    "Speculation",
-    "accepted_run",
-    "set_drafts",
-]
-
 NO_DRAFTS: TokenArray = np.empty(0, np.int32)
 
 

@@ -10,8 +10,6 @@ from torch import Tensor
 from kvconnect.request import LlmRequest, SamplingParams
 from kvconnect.tokens import TokenArray
 
-__all__ = ["Sampler", "sampled_tokens"]
-
 
 class Sampler:
     """Samples greedily or at random. Has one random generator per live request that samples.

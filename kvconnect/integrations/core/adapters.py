@@ -14,8 +14,6 @@ from kvconnect.errors import ConfigurationError, ModelChanged
 from kvconnect.text import shown
 from kvconnect.trace import count, warn_once
 
-__all__ = ["AdapterDigests", "adapter_digest"]
-
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 _SETTINGS = ("adapter_config.json", "new_embeddings.safetensors")
 

@@ -13,8 +13,6 @@ from kvconnect.integrations.core.settings import EngineSettings
 from kvconnect.keys import Shard
 from kvconnect.layout import KvCacheLayout
 
-__all__ = ["SharedArguments", "make_arguments"]
-
 
 def make_arguments(
     settings: EngineSettings,

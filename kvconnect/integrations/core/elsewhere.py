@@ -10,8 +10,6 @@ from kvconnect.digest.doubts import Doubt
 from kvconnect.errors import ConfigurationError
 from kvconnect.integrations.core.long_rope import config_of_directory
 
-__all__ = ["refuse_elsewhere"]
-
 # Fields of Ultravox: repositories of the parts that its own repository omits.
 _WEIGHTS = ("text_model_id", "audio_model_id")
 

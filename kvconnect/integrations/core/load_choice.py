@@ -13,9 +13,6 @@ from kvconnect.overlap import Decision, LoadingPrompt, load_is_faster, predict_a
 from kvconnect.pace import LoadPace, RunningLoad, StepPace
 from kvconnect.trace import count
 
-__all__ = ["LoadChoice", "PlannedLoad"]
-
-
 _SURPRISES = 3
 """Loads in a row that are all over twice as slow as predicted, or all over twice as fast, after
 which the loads before them are forgotten."""

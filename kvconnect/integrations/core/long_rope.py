@@ -7,8 +7,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["config_of_directory", "original_length", "rope_kinds"]
-
 _KINDS = ("longrope", "su")
 _PLACES = ("rope_parameters", "rope_scaling")
 _ORIGINAL = "original_max_position_embeddings"

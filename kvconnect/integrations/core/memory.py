@@ -12,8 +12,6 @@ from kvconnect.errors import ConfigurationError
 from kvconnect.kernels.blocks.paged import PagedKv
 from kvconnect.layout import KvCacheLayout
 
-__all__ = ["planes_of", "split_blocks"]
-
 
 def planes_of(
     planes: Sequence[tuple[Tensor, Tensor] | tuple[Tensor]],

@@ -13,8 +13,6 @@ from kvconnect.integrations.core.settings import MetricsSettings
 from kvconnect.prometheus import MetricsServer, serve
 from kvconnect.trace import metrics
 
-__all__ = ["tell_metrics"]
-
 _log = logging.getLogger("kvconnect")
 
 # Processes of one machine that may be given the same port to begin at.

@@ -15,8 +15,6 @@ from kvconnect.digest.identity import FileIdentity
 from kvconnect.digest.model import digest_of, model_digest
 from kvconnect.errors import ConfigurationError, ModelChanged
 
-__all__ = ["digest_of_model", "directory_of", "process_started_ns", "refuse_changed"]
-
 # Longer than a tick of the clocks that start times and ctimes are taken of, 10 ms at most.
 _TICK_S = 0.05
 _MAX_LINKS = 40  # on the way to a file, as Linux has it

@@ -12,8 +12,6 @@ from kvconnect.connector.io.reply import Reply
 from kvconnect.connector.pair.scheduler import OffloadScheduler
 from kvconnect.request import LlmRequest
 
-__all__ = ["EngineScheduler"]
-
 
 class EngineScheduler(OffloadScheduler):
     """An `OffloadScheduler` for an engine that accepts whole blocks only.

@@ -15,8 +15,6 @@ from kvconnect.request import LlmRequest
 from kvconnect.shards import whole_layouts
 from kvconnect.tokens import LateTokens, TokenArray, TokenBuffer
 
-__all__ = ["MixedKeyChain", "PromptContent", "RequestMaker", "extra_key_of"]
-
 PRIORITY = DEFAULT_RETENTION_PRIORITY
 """The priority of every block: engines do not rank blocks."""
 

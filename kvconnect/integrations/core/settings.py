@@ -13,8 +13,6 @@ from kvconnect.errors import ConfigurationError, nearest
 from kvconnect.settings import Settings
 from kvconnect.text import shown
 
-__all__ = ["EngineSettings", "MetricsSettings", "OwnSettings"]
-
 _CONNECTOR_FIELDS = (
     "url",
     "codec",

@@ -14,8 +14,6 @@ from kvconnect.integrations.core.memory import planes_of
 from kvconnect.kernels.blocks.paged import PagedKv
 from kvconnect.layout import KvCacheLayout
 
-__all__ = ["HostPool"]
-
 _LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
 
 

@@ -20,8 +20,6 @@ from kvconnect.kernels.blocks.paged import PagedKv
 from kvconnect.keys import BlockKey
 from kvconnect.layout import KvCacheLayout, StateTensor
 
-__all__ = ["HostStates", "has_slots", "is_last_state"]
-
 _SAVED, _LOADED = 0, 1
 """The blocks of the bounce memory: one for each direction."""
 

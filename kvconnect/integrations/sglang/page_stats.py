@@ -6,8 +6,6 @@ from collections import deque
 from importlib import import_module
 from typing import Any
 
-__all__ = ["PageStats"]
-
 # Batches between two queries of SGLang, which never queries without metrics.
 _MOST = 4096
 

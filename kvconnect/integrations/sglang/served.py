@@ -15,8 +15,6 @@ from kvconnect.integrations.core.long_rope import config_of_directory, original_
 from kvconnect.integrations.sglang.server import NOTHING, OTHER_FILES, Server
 from kvconnect.text import shown
 
-__all__ = ["refuse_unserved", "refuse_unserved_states"]
-
 # Ways to load the safetensors files of the model's directory. With every way that is neither here
 # nor among the other files, weights come from elsewhere.
 _USUAL_FILES = (

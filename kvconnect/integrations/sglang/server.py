@@ -22,8 +22,6 @@ from kvconnect.errors import ConfigurationError
 from kvconnect.integrations.core.long_rope import config_of_directory
 from kvconnect.integrations.core.models import directory_of
 
-__all__ = ["NOTHING", "Server", "changed_configuration"]
-
 OTHER_FILES = ("pt", "npcache", "mistral", "gguf", "bitsandbytes")
 """Ways to load other files of the model's directory than its ``*.safetensors``."""
 NOTHING: tuple[object, ...] = (None, False, -1, "", "{}", "auto", "off", "default", {}, [])

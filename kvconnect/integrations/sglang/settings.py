@@ -9,8 +9,6 @@ from kvconnect.integrations.core.settings import EngineSettings
 from kvconnect.keys import Shard
 from kvconnect.text import shown
 
-__all__ = ["ENGINE", "WHERE", "rank_of", "storage_settings"]
-
 ENGINE = "sglang"
 WHERE = "hicache-storage-backend-extra-config"
 

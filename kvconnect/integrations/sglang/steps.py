@@ -8,8 +8,6 @@ from typing import Any
 from kvconnect.integrations.core.load_choice import LoadChoice
 from kvconnect.integrations.sglang.updates import REGISTRY
 
-__all__ = ["Steps", "steps"]
-
 _SCHEDULER = "sglang.srt.managers.scheduler"
 _BEGINS, _ENDS = "run_batch", "process_batch_result"
 

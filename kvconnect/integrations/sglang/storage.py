@@ -34,8 +34,6 @@ from kvconnect.integrations.sglang.weights import WeightGuard
 from kvconnect.keys import BlockKey
 from kvconnect.trace import count, warn_once
 
-__all__ = ["KvConnectStorage"]
-
 
 def _base() -> Any:
     """Returns SGLang's abstract class; without SGLang, `object`."""

@@ -11,8 +11,6 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-__all__ = ["REGISTRY", "RELEASES", "WRITES", "Updates", "updates"]
-
 _RUNNER = "sglang.srt.model_executor.model_runner_components.weight_updater"
 _SCHEDULER = "sglang.srt.managers.scheduler_components.weight_updater"
 REGISTRY = "sglang.srt.plugins.hook_registry"

@@ -12,8 +12,6 @@ from kvconnect.errors import ConfigurationError
 from kvconnect.integrations.sglang.server import Server
 from kvconnect.integrations.sglang.updates import updates
 
-__all__ = ["WeightGuard"]
-
 # With these, SGLang itself moves weights about, or unmaps them, while they stay the same.
 _MOVING = (
     *("enable_memory_saver", "cpu_offload_gb", "offload_group_size", "enable_paged_experts"),

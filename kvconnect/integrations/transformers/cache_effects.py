@@ -21,8 +21,6 @@ from kvconnect.integrations.transformers.states import (
 )
 from kvconnect.integrations.transformers.twin import twin_of
 
-__all__ = ["refuse_effects_of_cache"]
-
 _NUM_TOKENS = 24
 _SPLIT = 16
 _WINDOW = 8  # instead of the model's own, so that a short prompt crosses it

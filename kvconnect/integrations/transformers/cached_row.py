@@ -13,8 +13,6 @@ from kvconnect.request import LlmRequest
 from kvconnect.shards import StoredHeads
 from kvconnect.tokens import TokenArray
 
-__all__ = ["CachedRow"]
-
 
 class CachedRow:
     """A sequence that grows. Not thread-safe.

@@ -10,8 +10,6 @@ from transformers import PreTrainedModel
 
 from kvconnect.integrations.transformers.states import cached_tensors, empty_cache
 
-__all__ = ["canary_ids", "canary_pass", "results_of"]
-
 _NUM_TOKENS = 16
 # Coprime to every vocabulary's size, so that ids lie far apart.
 _STEP = 1_000_003

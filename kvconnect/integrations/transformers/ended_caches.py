@@ -11,8 +11,6 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Generic, Protocol, TypeVar
 
-__all__ = ["EndedCaches", "Savable"]
-
 _log = logging.getLogger("kvconnect")
 
 

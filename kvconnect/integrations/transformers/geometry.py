@@ -26,8 +26,6 @@ from kvconnect.integrations.transformers.states import (
 )
 from kvconnect.layout import KvCacheLayout
 
-__all__ = ["ModelGeometry"]
-
 _SERVED = {"full_attention", "sliding_attention"}
 # Layers without any cache, of models that have recurrent ones.
 _WITHOUT_CACHE = {"moe", "mlp"}

@@ -20,8 +20,6 @@ from kvconnect.digest.watch import WeightWatch
 from kvconnect.integrations.transformers.canary_pass import canary_pass
 from kvconnect.integrations.transformers.structure import Change, Structure
 
-__all__ = ["ModelGuard"]
-
 
 class ModelGuard:
     """A guard that watches a model from the moment at which it was named.

@@ -11,8 +11,6 @@ from torch import nn
 from kvconnect.integrations.transformers.pass_times import PassTimes
 from kvconnect.integrations.transformers.stored_cache import StoredCache
 
-__all__ = ["PassHooks"]
-
 # The code in which torch runs a module's hooks and `forward`.
 _CALL = nn.Module._call_impl.__code__  # noqa: SLF001  no name of it is public
 _CUT = ("input_ids", "position_ids", "cache_position")

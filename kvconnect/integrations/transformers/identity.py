@@ -34,8 +34,6 @@ from kvconnect.errors import ConfigurationError, UnsupportedModel
 from kvconnect.integrations.transformers.structure import attributes, settings_of, unnamed_code
 from kvconnect.integrations.transformers.twin import initial_buffers, twin_of
 
-__all__ = ["LoadedIdentity", "difference_from_files", "identify"]
-
 _SUFFIX = ".safetensors"
 _PICKLED = "pytorch_model*.bin"
 _PIECE = 1 << 20  # is compared while it is in the processor's cache

@@ -13,8 +13,6 @@ import torch
 from kvconnect.integrations.core.load_choice import LoadChoice
 from kvconnect.integrations.transformers.stored_cache import StoredCache
 
-__all__ = ["PassTimes"]
-
 # The most passes that the device has not finished; beyond it the oldest are dropped.
 _MOST = 64
 

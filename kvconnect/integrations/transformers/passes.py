@@ -10,8 +10,6 @@ from torch import Tensor
 
 from kvconnect.digest.doubts import Doubt
 
-__all__ = ["ComputedPass", "placement"]
-
 # These change no key and no value, or are checked by themselves.
 _HARMLESS = frozenset(
     {"input_ids", "attention_mask", "position_ids", "cache_position", "past_key_values"}

@@ -13,8 +13,6 @@ from transformers import PreTrainedModel
 from kvconnect.integrations.transformers.states import positions_of
 from kvconnect.integrations.transformers.stored_cache import StoredCache
 
-__all__ = ["compute_until"]
-
 
 def compute_until(
     model: PreTrainedModel,

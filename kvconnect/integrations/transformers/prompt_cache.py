@@ -44,8 +44,6 @@ from kvconnect.keys import check_salt
 from kvconnect.text import shown
 from kvconnect.trace import count, metrics, warn_once
 
-__all__ = ["PromptCache"]
-
 _open: set[PromptCache] = set()
 """All that were not closed: they live until the process exits, and are closed then."""
 

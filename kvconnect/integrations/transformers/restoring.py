@@ -23,8 +23,6 @@ from kvconnect.integrations.transformers.tensors import (
 )
 from kvconnect.layout import KvCacheLayout
 
-__all__ = ["Restored", "restore"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Restored:

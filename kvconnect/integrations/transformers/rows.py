@@ -15,8 +15,6 @@ from kvconnect.integrations.transformers.structure import Change
 from kvconnect.text import shown
 from kvconnect.tokens import TokenArray
 
-__all__ = ["PromptRow", "prompt_rows"]
-
 _TEXT = {"input_ids", "attention_mask"}
 
 

@@ -22,8 +22,6 @@ from kvconnect.integrations.transformers.tensors import (
 )
 from kvconnect.layout import KvCacheLayout
 
-__all__ = ["SavingTo", "save_rows"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SavingTo:

@@ -10,8 +10,6 @@ from torch import Tensor
 from kvconnect.integrations.transformers.states import snapshot_of
 from kvconnect.layout import KvCacheLayout
 
-__all__ = ["Snapshots", "last_end"]
-
 
 class Snapshots:
     """Copies of the states of a batch of prompts of one length. Not thread-safe.

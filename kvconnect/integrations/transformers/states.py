@@ -24,23 +24,6 @@ from transformers.cache_utils import (
 from kvconnect.integrations.transformers.tensors import LayerTensors
 from kvconnect.layout import KvCacheLayout, StateTensor
 
-__all__ = [
-    "attention_layers",
-    "cached_tensors",
-    "can_crop",
-    "copied_cache",
-    "empty_cache",
-    "fill_keys",
-    "fill_states",
-    "layer_tensors",
-    "new_snapshot",
-    "positions_of",
-    "recurrent_layers",
-    "snapshot_of",
-    "state_layouts",
-    "state_tensors",
-]
-
 # A frame of more is divided, as all staging memory is made of slots for the largest frame.
 _FRAME_NBYTES = 4 << 20
 

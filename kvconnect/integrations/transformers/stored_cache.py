@@ -30,8 +30,6 @@ from kvconnect.integrations.transformers.states import (
 from kvconnect.integrations.transformers.structure import Change
 from kvconnect.tokens import TokenArray
 
-__all__ = ["StoredCache"]
-
 
 class StoredCache(DynamicCache):
     """The result of `PromptCache.prefill`, for ``generate(past_key_values=…)`` of one model.

@@ -17,8 +17,6 @@ from transformers import PreTrainedModel
 
 from kvconnect.digest.doubts import Doubt
 
-__all__ = ["Change", "Structure", "attributes", "settings_of", "unnamed_code"]
-
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 # These do not affect what a module computes, or are compared by themselves.
 _LEFT_OUT = frozenset(

@@ -10,8 +10,6 @@ from torch import Tensor
 from kvconnect.kernels.blocks.paged import PagedKv
 from kvconnect.layout import KvCacheLayout
 
-__all__ = ["LayerTensors", "as_blocks", "new_layers", "state_block", "tail_block"]
-
 LayerTensors = tuple[Tensor, Tensor]
 """A layer's keys and values, ``[batch, tokens, heads, dim]`` each, of any strides."""
 

@@ -13,8 +13,6 @@ from transformers.modeling_utils import local_torch_dtype
 
 from kvconnect.digest.memory import NamedTensor
 
-__all__ = ["initial_buffers", "twin_of"]
-
 
 def twin_of(model: PreTrainedModel, config: Any = None) -> PreTrainedModel:
     """Makes the model that ``from_pretrained`` begins with; its tensors are on ``meta``.

@@ -35,8 +35,6 @@ from kvconnect.keys import BlockKey
 from kvconnect.layout import KvCacheLayout
 from kvconnect.trace import count, warn_once
 
-__all__ = ["Attachment"]
-
 # After a load that took at least half of its time limit and failed, none is tried for this many
 # times its duration: the engine stands still during a load.
 _PAUSE = 10

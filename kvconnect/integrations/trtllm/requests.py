@@ -16,8 +16,6 @@ from kvconnect.errors import ConfigurationError
 from kvconnect.integrations.core.requests import PRIORITY, RequestMaker
 from kvconnect.request import LlmRequest
 
-__all__ = ["StepOrders", "TrackedRequest", "tracked"]
-
 # Fields of a request that change keys and values, and that no key distinguishes.
 _UNTOLD = (
     *("lora_id", "lora_task_id", "lora_weights", "lora_config", "prompt_embedding_table"),

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 else:
     _Base = connector_class("KvCacheConnectorScheduler")
 
-__all__ = ["KvConnectScheduler"]
-
 
 class KvConnectScheduler(_Base):
     """Finds prompts in a store, and orders saves of computed blocks.

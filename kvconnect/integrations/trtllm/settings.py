@@ -17,15 +17,6 @@ from kvconnect.integrations.core.long_rope import (
 )
 from kvconnect.integrations.core.settings import EngineSettings
 
-__all__ = [
-    "ENGINE",
-    "VARIABLE",
-    "check_engine",
-    "check_model",
-    "engine_settings",
-    "variant_of",
-]
-
 ENGINE = "trtllm"
 VARIABLE = "KVCONNECT_CONFIG"
 

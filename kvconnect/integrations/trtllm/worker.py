@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 else:
     _Base = connector_class("KvCacheConnectorWorker")
 
-__all__ = ["KvConnectWorker"]
-
 
 class KvConnectWorker(_Base):
     """Copies fetched blocks into the pool, and blocks that a step filled out of the pool.

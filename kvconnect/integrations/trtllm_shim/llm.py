@@ -16,8 +16,6 @@ from kvconnect.integrations.trtllm_shim.sampling_params import SamplingParams
 from kvconnect.integrations.trtllm_shim.settings import MAX_NUM_TOKENS, LlmOptions
 from kvconnect.request import SamplingParams as EngineParams
 
-__all__ = ["LLM"]
-
 
 class TokensPrompt(TypedDict, total=False):
     """A prompt by name: its text, or its token ids."""

@@ -14,8 +14,6 @@ from typing import Any
 from kvconnect.engine.ranks.preparation import in_followers
 from kvconnect.errors import ConfigurationError
 
-__all__ = ["ShimModule", "install"]
-
 _ROOT = "tensorrt_llm"
 _HERE = "kvconnect.integrations.trtllm_shim"
 

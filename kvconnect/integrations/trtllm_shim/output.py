@@ -10,8 +10,6 @@ from kvconnect.engine.request.handle import RequestHandle
 from kvconnect.engine.request.logprobs import TokenLogprobs
 from kvconnect.engine.request.output import RequestOutput as EngineOutput
 
-__all__ = ["CompletionOutput", "RequestOutput", "RequestResult"]
-
 _FINISH_REASONS = {"abort": "cancelled"}
 
 

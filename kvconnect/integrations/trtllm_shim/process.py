@@ -7,8 +7,6 @@ from collections.abc import Iterable, Iterator
 
 import torch.distributed
 
-__all__ = ["__version__", "logger", "mpi_rank", "mpi_world_size", "valid_page_slots"]
-
 __version__ = "1.4.0+kvconnect"
 """The newest version whose connector interface is answered here."""
 

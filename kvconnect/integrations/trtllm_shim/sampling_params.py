@@ -9,8 +9,6 @@ from typing import Any
 from kvconnect.errors import ConfigurationError
 from kvconnect.request import SamplingParams as EngineParams
 
-__all__ = ["SamplingParams"]
-
 _TRANSLATED = {"end_id", "stop", "stop_token_ids", "temperature", "top_k", "top_p"}
 _SAME = {"max_tokens", "min_tokens", "repetition_penalty", "seed", "ignore_eos", "logprobs"}
 _WITHOUT_EFFECT = {"pad_id", "exclude_input_from_output", "return_perf_metrics"}

@@ -13,18 +13,6 @@ from kvconnect.config import KvCacheConnectorConfig as EngineKvCacheConnectorCon
 from kvconnect.connector.data import LlmArgs as ConnectorLlmArgs
 from kvconnect.settings import Settings
 
-__all__ = [
-    "CapacitySchedulerPolicy",
-    "ExecutorConfig",
-    "KvCacheConfig",
-    "KvCacheConnectorConfig",
-    "KvCacheTransferMode",
-    "LlmArgs",
-    "LlmOptions",
-    "SchedulerConfig",
-    "TorchLlmArgs",
-]
-
 MAX_NUM_TOKENS = 8192
 """The tokens that TensorRT-LLM computes in one step by default."""
 

@@ -16,8 +16,6 @@ from kvconnect.integrations.vllm.layouts import CacheGroup
 from kvconnect.kernels.blocks.paged import PagedKv
 from kvconnect.layout import KvCacheLayout
 
-__all__ = ["Packing", "base_is_apart", "cpu_packing", "group_planes"]
-
 Packing: TypeAlias = Literal["rows", "transposed", "opaque"] | None
 """How vLLM's CPU kernels hold the keys of one head of a block: token by token, dimension by
 dimension, or in an order of their own. ``None``: these kernels are not used."""

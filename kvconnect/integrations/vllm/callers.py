@@ -10,15 +10,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = [
-    "executor_of_caller",
-    "is_configuring",
-    "model_of",
-    "model_of_caller",
-    "scheduler_of_caller",
-    "transfer_of_lookup",
-]
-
 _FACTORY = "vllm.distributed.kv_transfer.kv_connector.factory"
 _CONFIGURATION = "vllm.config.vllm"
 _FRAMES = 16  # between a configuration and the lookup of a class that it needs

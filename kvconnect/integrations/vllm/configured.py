@@ -11,8 +11,6 @@ from kvconnect.connector.io.identity import check_store
 from kvconnect.integrations.core.settings import EngineSettings
 from kvconnect.integrations.vllm.callers import is_configuring, transfer_of_lookup
 
-__all__ = ["LookupTimes", "check_looked_up", "lookup_times", "settings_of"]
-
 
 class LookupTimes:
     """Records lookups of the connector's class, which vLLM does when a configuration is made.

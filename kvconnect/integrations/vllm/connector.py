@@ -52,8 +52,6 @@ from kvconnect.integrations.vllm.weights import WatchedWeights
 from kvconnect.integrations.vllm.worker import WorkerHalf
 from kvconnect.keys import Shard
 
-__all__ = ["KvConnect"]
-
 _log = logging.getLogger("kvconnect")
 
 _arguments = SharedArguments()

@@ -7,8 +7,6 @@ from typing import Any
 from kvconnect.errors import ConfigurationError
 from kvconnect.integrations.core.models import digest_of_model, directory_of
 
-__all__ = ["draft_variant", "refuse_drafts"]
-
 _WITHOUT_KV = ("ngram", "ngram_gpu", "suffix", "[ngram]")
 _WITH_KV = ("eagle", "eagle3", "mtp", "draft_model")
 # Tokens that these accept are the model's own, whatever was drafted.

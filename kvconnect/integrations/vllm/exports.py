@@ -12,8 +12,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 
 from kvconnect.integrations.vllm.stats import COUNTERS
 
-__all__ = ["KvConnectPromMetrics", "KvConnectStats"]
-
 
 @dataclass
 class KvConnectStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not there

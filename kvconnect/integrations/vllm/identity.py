@@ -19,19 +19,6 @@ from kvconnect.integrations.core.models import digest_of_model, directory_of
 from kvconnect.integrations.vllm.drafts import refuse_drafts
 from kvconnect.layout import KvCacheLayout
 
-__all__ = [
-    "comes_from_directory",
-    "model_directory",
-    "model_identity",
-    "refuse_apart",
-    "refuse_other_dtype_on_cpu",
-    "refuse_states",
-    "refuse_unserved",
-    "settings_of_model",
-    "variant_of",
-    "vllm_version",
-]
-
 # Ways to load the safetensors files of the model's directory, or others of it; the rest of vLLM's
 # formats, and those of plug-ins, load weights from elsewhere.
 _USUAL_FILES = (

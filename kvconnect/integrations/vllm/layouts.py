@@ -14,8 +14,6 @@ from kvconnect.integrations.vllm.group_order import GroupOrder
 from kvconnect.keys import Shard
 from kvconnect.layout import KvCacheLayout, StateTensor
 
-__all__ = ["CacheGroup", "cache_groups", "group_order", "total_heads"]
-
 _WHERE = "KvConnect"
 # By name: subclasses of these keep, drop or pack blocks in other ways.
 _SERVED = ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec", "MambaSpec")

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from kvconnect.connector.pair.messages import OffloadMeta, WorkerMeta
 from kvconnect.integrations.vllm.weights import WeightChange, WeightsMeta
 
-__all__ = ["StepMeta", "WorkerReport"]
-
 
 @dataclass(frozen=True, slots=True)
 class StepMeta:

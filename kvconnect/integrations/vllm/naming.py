@@ -18,8 +18,6 @@ from kvconnect.request import LlmRequest
 from kvconnect.tokens import LateTokens
 from kvconnect.trace import warn_once
 
-__all__ = ["RequestNames", "Roles"]
-
 _LATEST_S = 5.0  # for digests of an adapter and of pictures
 
 

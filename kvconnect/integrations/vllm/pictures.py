@@ -21,8 +21,6 @@ from torch import Tensor
 from kvconnect.digest.doubts import Doubt
 from kvconnect.integrations.core.requests import PromptContent
 
-__all__ = ["FeatureDigests"]
-
 _MOST_KNOWN = 1 << 17
 """Identifiers; more than vLLM keeps blocks or outputs of encoders of."""
 

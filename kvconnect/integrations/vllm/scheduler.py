@@ -21,8 +21,6 @@ from kvconnect.integrations.vllm.weights import WeightNames
 from kvconnect.tokens import LateTokens
 from kvconnect.trace import count, warn_once
 
-__all__ = ["NUM_TOKENS", "SchedulerHalf"]
-
 NUM_TOKENS = "kvconnect_num_tokens"
 """In ``kv_transfer_params``: the number of leading tokens that the producer saves."""
 

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 
 from kvconnect.trace import metrics
 
-__all__ = ["COUNTERS", "CounterSteps"]
-
 COUNTERS: Mapping[str, tuple[str, str]] = {
     "connector.load.blocks.blocks": ("loaded_blocks", "Blocks loaded from the store."),
     "connector.load.failed": ("failed_loads", "Loads that failed; their tokens were computed."),

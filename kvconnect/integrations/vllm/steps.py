@@ -9,8 +9,6 @@ from kvconnect.connector.data import RequestData, SchedulerOutput
 from kvconnect.integrations.vllm.group_order import SAME_ORDER, GroupOrder
 from kvconnect.integrations.vllm.tracked import Tracked
 
-__all__ = ["StepReader", "held_blocks", "num_computed"]
-
 _NULL_BLOCK = 0  # vLLM's place holder, where a window, or a state, has no block
 
 

@@ -13,8 +13,6 @@ from kvconnect.integrations.core.requests import PromptContent
 from kvconnect.request import LlmRequest
 from kvconnect.tokens import LateTokens, as_token_array
 
-__all__ = ["Tracked"]
-
 _NO_TOKENS = LateTokens(())
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["WeightCalls"]
-
 _CHANGING = frozenset(
     {
         *("checkpoint_restore", "elastic_ep_execute", "finish_weight_update", "handle_ft_command"),

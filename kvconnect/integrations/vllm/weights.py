@@ -10,8 +10,6 @@ from torch import nn
 
 from kvconnect.digest.watch import WeightWatch
 
-__all__ = ["WatchedWeights", "WeightChange", "WeightNames", "WeightsMeta"]
-
 
 @dataclass(frozen=True, slots=True)
 class WeightsMeta:

@@ -19,8 +19,6 @@ from kvconnect.integrations.vllm.weights import WatchedWeights
 from kvconnect.kernels.blocks.paged import PagedKv
 from kvconnect.trace import warn_once
 
-__all__ = ["StepResults", "WorkerHalf"]
-
 # In a step that computes nothing, vLLM's loop repeats at once: this is its wait for a load's end,
 # which ends the wait. Each turn keeps the load's threads from the interpreter.
 _IDLE_S = 0.003

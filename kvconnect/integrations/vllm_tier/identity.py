@@ -29,8 +29,6 @@ from kvconnect.integrations.vllm_tier.settings import KvConnectTierSettings
 from kvconnect.keys import BlockKey, Namespace, model_tag, root_key
 from kvconnect.layout import KvCacheLayout
 
-__all__ = ["HASH_NBYTES", "ChunkNames", "chunk_layout", "chunks_digest"]
-
 HASH_NBYTES = 32
 """The size of vLLM's cryptographic hashes; others are not trusted."""
 

@@ -10,8 +10,6 @@ from kvconnect.connector.io.orders import BlockLoad
 from kvconnect.connector.io.runs import RunLoads
 from kvconnect.integrations.vllm_tier.identity import ChunkNames
 
-__all__ = ["ChunkLoads"]
-
 
 class ChunkLoads:
     """The loads of a tier. `submit` and `cancel` may be called on any thread and do not block.

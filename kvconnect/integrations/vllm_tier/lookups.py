@@ -16,8 +16,6 @@ from kvconnect.errors import KvConnectError
 from kvconnect.integrations.vllm_tier.identity import ChunkNames
 from kvconnect.trace import warn_once
 
-__all__ = ["Answers", "Finder", "Known", "Lookups", "ScanEnd"]
-
 _AT_ONCE = 256
 """Chunks of one call to the store: their keys are hashed on the loop, which has more to do."""
 _GAPS = 8

@@ -5,8 +5,6 @@ from __future__ import annotations
 import threading
 import time
 
-__all__ = ["StepPause"]
-
 # The seconds that a step leaves the interpreter to the store's threads if a request waits for them;
 # and the most seconds in a step that computes no token.
 _YIELD_S = 0.0001

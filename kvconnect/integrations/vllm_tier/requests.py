@@ -8,8 +8,6 @@ from typing import Any
 from kvconnect.digest.doubts import Doubt, note_doubt
 from kvconnect.integrations.vllm_tier.saves import ChunkSave
 
-__all__ = ["NamedTokens", "Parents"]
-
 _ALL = 1 << 62
 
 

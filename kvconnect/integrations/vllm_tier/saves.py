@@ -16,8 +16,6 @@ from kvconnect.errors import BackendTimeout, KvConnectError
 from kvconnect.integrations.vllm_tier.identity import ChunkNames
 from kvconnect.trace import count, warn_once
 
-__all__ = ["ChunkSave", "Saves"]
-
 
 @dataclass(frozen=True, slots=True)
 class ChunkSave:

@@ -14,8 +14,6 @@ from kvconnect.errors import ConfigurationError
 from kvconnect.integrations.core.settings import MetricsSettings
 from kvconnect.integrations.vllm.callers import transfer_of_lookup
 
-__all__ = ["KvConnectTierSettings", "check_looked_up"]
-
 # Fields of a tier's configuration that vLLM removes before it makes the tier.
 _OF_VLLM = ("type", "module_path", "backpressure")
 _OF_CONNECTOR = {

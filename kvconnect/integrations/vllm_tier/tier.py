@@ -41,8 +41,6 @@ from kvconnect.kernels.blocks.paged import PagedKv
 from kvconnect.layout import KvCacheLayout
 from kvconnect.trace import warn_once
 
-__all__ = ["KvConnectTier"]
-
 _KEY_NBYTES = HASH_NBYTES + 4
 """The size of vLLM's key of a chunk: a block hash and the KV cache group's number."""
 

@@ -11,8 +11,6 @@ from kvconnect.integrations.vllm.weight_calls import WeightCalls
 from kvconnect.integrations.vllm.weights import WeightNames
 from kvconnect.trace import warn_once
 
-__all__ = ["TierWeights"]
-
 _RESET = "reset_prefix_cache(reset_connector=True)"
 
 

@@ -18,8 +18,6 @@ from kvconnect.server.errors import RequestRefused
 from kvconnect.server.settings import HttpSettings
 from kvconnect.text import shown
 
-__all__ = ["TooManyValues", "parse_json", "read_body", "read_json"]
-
 T = TypeVar("T")
 
 _LONG_NBYTES = 1 << 14  # takes a millisecond

@@ -13,8 +13,6 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from kvconnect.server.errors import ErrorAnswer
 
-__all__ = ["Connection"]
-
 _KEEPALIVE = (
     (socket.TCP_KEEPIDLE, 30),
     (socket.TCP_KEEPINTVL, 10),

@@ -9,8 +9,6 @@ from typing import TypeVar
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 
-__all__ = ["while_connected"]
-
 T = TypeVar("T")
 
 

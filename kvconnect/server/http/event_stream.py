@@ -11,8 +11,6 @@ from starlette.responses import StreamingResponse
 
 from kvconnect.server.errors import answer_of
 
-__all__ = ["error_events", "event_stream"]
-
 _END = b"data: [DONE]\n\n"
 
 

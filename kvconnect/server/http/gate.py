@@ -16,8 +16,6 @@ from kvconnect.server.errors import ErrorAnswer, RequestRefused, answer_of
 from kvconnect.server.settings import HttpSettings
 from kvconnect.trace import count
 
-__all__ = ["ADMIN_PATHS", "OPEN_PATHS", "PAGE", "Gate"]
-
 _access = logging.getLogger("kvconnect.access")
 
 PAGE = "/page"

@@ -18,8 +18,6 @@ from kvconnect.server.http.connection import Connection
 from kvconnect.server.http.listener import Listener
 from kvconnect.server.settings import HttpSettings
 
-__all__ = ["HttpServer"]
-
 _log = logging.getLogger(__name__)
 
 _ABORT_S = 5.0

@@ -10,8 +10,6 @@ from kvconnect.address import is_loopback
 from kvconnect.errors import ConfigurationError
 from kvconnect.server.settings import HttpSettings
 
-__all__ = ["Listener"]
-
 _BACKLOG = 2048
 
 _Address: TypeAlias = tuple[Any, ...]

@@ -13,8 +13,6 @@ from starlette.responses import Response
 
 from kvconnect.prometheus import Collector
 
-__all__ = ["metrics_endpoint"]
-
 
 def metrics_endpoint(thread: Executor | None) -> Callable[[Request], Awaitable[Response]]:
     """Returns the endpoint that answers a scrape with this process's metrics.

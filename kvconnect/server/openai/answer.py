@@ -15,8 +15,6 @@ from kvconnect.engine.request.logprobs import Logprob, PromptLogprobs
 from kvconnect.engine.request.output import CompletionOutput, RequestOutput, StreamChunk
 from kvconnect.explain.outcome import Outcome, Span, merged
 
-__all__ = ["Answer", "AnswerForm", "Prompted", "made_late", "token_text", "told_logprob"]
-
 _NEVER = -9999.0
 """The log probability that OpenAI's API gives an impossible token: JSON has no infinity."""
 

@@ -19,8 +19,6 @@ from kvconnect.server.openai.answer import Answer, AnswerForm, Prompted, token_t
 from kvconnect.server.openai.generation_request import GenerationRequest
 from kvconnect.server.openai.model_request import ModelRequest
 
-__all__ = ["ChatAnswer", "ChatRequest", "TemplateRequest"]
-
 
 class TemplateRequest(ModelRequest):
     """A request whose conversation goes through the model's chat template.

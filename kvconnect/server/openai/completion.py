@@ -18,8 +18,6 @@ from kvconnect.server.openai.answer import Answer, AnswerForm, Prompted, token_t
 from kvconnect.server.openai.generation_request import GenerationRequest
 from kvconnect.server.openai.model_request import kinds_in
 
-__all__ = ["CompletionAnswer", "CompletionRequest", "Echo"]
-
 _ADDED_TOKENS = 16
 
 

@@ -19,8 +19,6 @@ from kvconnect.server.openai.kv_transfer import KvTransferParams
 from kvconnect.server.openai.model_request import ModelRequest
 from kvconnect.settings import Settings
 
-__all__ = ["GenerationRequest", "KvConnectOptions", "StreamOptions"]
-
 _MAX_STOPS = 64
 _MAX_STOP_TOKENS = 1024
 _MAX_ID = 256

@@ -15,8 +15,6 @@ from pydantic import Field, StrictBool, StrictInt, model_validator
 from kvconnect.address import host_and_port
 from kvconnect.settings import Settings
 
-__all__ = ["KvTransferParams"]
-
 
 class KvTransferParams(Settings):
     """The parameters that a router and its servers exchange. ``None``: left out.

@@ -9,8 +9,6 @@ from kvconnect.errors import ConfigurationError
 from kvconnect.settings import Settings
 from kvconnect.text import shown
 
-__all__ = ["ModelRequest", "kinds_in"]
-
 _AT_ONCE = 1 << 15  # the interpreter does nothing else meanwhile
 
 _IGNORED = frozenset(

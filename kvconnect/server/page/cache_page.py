@@ -30,8 +30,6 @@ from kvconnect.server.page.history import History
 from kvconnect.server.page.store_reader import StoreReader
 from kvconnect.server.settings import HttpSettings, PageSettings
 
-__all__ = ["CachePage", "serve_page"]
-
 _ROWS = 50
 """The branches of one answer at most."""
 _TENANTS = 100

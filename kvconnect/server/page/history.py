@@ -9,8 +9,6 @@ from kvconnect.prometheus import Snapshot
 from kvconnect.prometheus.overview import Overview, samples_of
 from kvconnect.trace import metrics
 
-__all__ = ["INTERVAL_S", "History"]
-
 INTERVAL_S = 10.0
 """The time between two samples."""
 

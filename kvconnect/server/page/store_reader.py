@@ -22,8 +22,6 @@ from kvconnect.server.errors import ShuttingDown
 if TYPE_CHECKING:
     from kvconnect.engine.request.tokenizer import Tokenizer
 
-__all__ = ["ModelTexts", "StoreReader"]
-
 T = TypeVar("T")
 
 _LEAST_INTERVAL_S = 5.0

@@ -14,8 +14,6 @@ from kvconnect.server.route.instance import Instance, InstanceFailed, Outcome
 from kvconnect.server.route.settings import RouteSettings
 from kvconnect.server.trust import ROUTER_SECRET_HEADER
 
-__all__ = ["InstanceClient", "ServerAnswered"]
-
 T = TypeVar("T")
 
 _CONNECT_S = 2.0

@@ -27,8 +27,6 @@ from kvconnect.server.route.routed import RoutedRequest
 from kvconnect.server.route.settings import RouteSettings
 from kvconnect.timeline import trace_headers
 
-__all__ = ["RouteEndpoint", "Routed"]
-
 Routed: TypeAlias = Callable[
     [Mapping[str, str]], contextlib.AbstractContextManager[Mapping[str, str]]
 ]

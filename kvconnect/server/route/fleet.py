@@ -11,8 +11,6 @@ from kvconnect.server.route.prompt import Prompt
 from kvconnect.server.route.settings import RouteSettings
 from kvconnect.trace import count
 
-__all__ = ["Choice", "Fleet"]
-
 _REQUEST = {"prefill": 1, "decode": 16}
 """The load of a request besides its prompt, in pieces, for its generation."""
 

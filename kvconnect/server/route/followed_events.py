@@ -14,8 +14,6 @@ from kvconnect.address import is_loopback
 from kvconnect.server.route.instance import Instance
 from kvconnect.trace import warn_once
 
-__all__ = ["FollowedEvents"]
-
 _ANY_ADDRESS = frozenset({"0.0.0.0", "::", "*"})  # noqa: S104  a publisher says so of itself
 
 

@@ -25,8 +25,6 @@ from kvconnect.server.route.routed import RoutedRequest
 from kvconnect.server.route.settings import RouteSettings
 from kvconnect.trace import count
 
-__all__ = ["Answering", "Handover"]
-
 _log = logging.getLogger(__name__)
 
 _GENERATING = (

@@ -15,8 +15,6 @@ from kvconnect.server.route.prompt import HeldPrefixes, Prompt
 if TYPE_CHECKING:
     from kvconnect.events.held import HeldBlocks
 
-__all__ = ["Address", "Instance", "InstanceFailed", "Outcome", "Role"]
-
 _log = logging.getLogger(__name__)
 
 Role: TypeAlias = Literal["prefill", "decode"]

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 import httpx2
 
-__all__ = ["Opened", "begin"]
-
 _PASSED = ("content-type", "cache-control", "x-accel-buffering", "retry-after")
 
 

@@ -14,8 +14,6 @@ from kvconnect.errors import ConfigurationError
 from kvconnect.events.links import prefix_links
 from kvconnect.keys import Namespace
 
-__all__ = ["HeldPrefixes", "Prompt"]
-
 _CHARACTERS = 256
 _TOKENS = 64
 _MAX_HASHED = 2048

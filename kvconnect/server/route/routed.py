@@ -11,8 +11,6 @@ from kvconnect.server.errors import RequestRefused
 from kvconnect.server.route.prompt import Prompt
 from kvconnect.text import shown
 
-__all__ = ["RoutedRequest"]
-
 _AT_ONCE = 1 << 14
 
 

@@ -29,8 +29,6 @@ from kvconnect.server.route.instance import Instance
 from kvconnect.server.route.settings import RouteSettings
 from kvconnect.trace import metrics
 
-__all__ = ["ask_all", "make_app", "route"]
-
 _OUTGOING = 2
 """The connections of one request: to a prefill server and to a decode server."""
 

@@ -9,8 +9,6 @@ from pydantic import Field, field_validator
 
 from kvconnect.server.settings import HttpSettings, Seconds, Secret
 
-__all__ = ["RouteSettings"]
-
 
 class RouteSettings(HttpSettings):
     """The settings of the router.

@@ -13,8 +13,6 @@ from kvconnect.testing.blocks import BlockMaker
 from kvconnect.testing.check import check, demand
 from kvconnect.testing.subject import Subject
 
-__all__ = ["expect_stored"]
-
 _SIZES = (0, 1, 4095, 4096, 4097, 2 << 20)
 _LARGE = 32 << 20
 _MOST_SCRUBS = 10_000

@@ -9,8 +9,6 @@ from kvconnect.testing.check import check, demand
 from kvconnect.testing.checks.contract import expect_stored
 from kvconnect.testing.subject import Subject
 
-__all__ = ["press", "there"]
-
 _SLOTS = 64
 _CHAIN = 20
 

@@ -15,8 +15,6 @@ from kvconnect.testing.check import Violation, check, demand
 from kvconnect.testing.faults.faulty_backend import BackendFault, FaultyBackend
 from kvconnect.testing.subject import Subject
 
-__all__ = ["RECOVERY_S", "answer", "answers_within", "calls_in_time", "opened_first", "recovers"]
-
 T = TypeVar("T")
 
 RECOVERY_S = 10.0

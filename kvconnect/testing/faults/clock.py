@@ -6,8 +6,6 @@ import time
 from typing import Self
 from unittest.mock import patch
 
-__all__ = ["ShiftedClock"]
-
 
 class ShiftedClock:
     """Moves ``time.time()`` and ``time.time_ns()`` of this process within the context.

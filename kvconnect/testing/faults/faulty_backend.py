@@ -14,8 +14,6 @@ from kvconnect.backend import Access, Backend, Child, StoredBlock, StoredEntry
 from kvconnect.keys import BlockKey
 from kvconnect.layout import KvCacheLayout
 
-__all__ = ["BACKEND_FAULTS", "BackendFault", "FaultyBackend"]
-
 BackendFault = Literal[
     "none", "raise", "hang", "late", "lie", "deny", "miscount", "truncate", "flip", "swap"
 ]

@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any, Literal, Self, get_args
 from unittest.mock import patch
 
-__all__ = ["FILE_OPERATIONS", "FaultyFilesystem", "FileOperation"]
-
 FileOperation = Literal["open", "read", "write", "sync"]
 
 FILE_OPERATIONS: tuple[FileOperation, ...] = get_args(FileOperation)

@@ -9,8 +9,6 @@ from typing import Self
 
 from kvconnect.testing.subject import Unsupported
 
-__all__ = ["SmallFilesystem"]
-
 
 class SmallFilesystem:
     """Mounts a tmpfs of `nbytes` at `path` within the context.

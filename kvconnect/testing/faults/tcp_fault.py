@@ -7,8 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-__all__ = ["Rewrite", "TcpFault", "garbage", "longer", "shorter"]
-
 Rewrite: TypeAlias = Callable[[int, bytes], bytes]
 """Gets how many bytes of answers this connection carried before, and the next ones; returns what
 the client is to see instead."""

@@ -23,8 +23,6 @@ from typing import Any, Self, TypeVar
 
 from kvconnect.testing.faults.tcp_fault import TcpFault
 
-__all__ = ["TcpProxy"]
-
 _CHUNK = 65536
 _RESET = struct.pack("ii", 1, 0)  # SO_LINGER on, 0 seconds: close() sends RST
 

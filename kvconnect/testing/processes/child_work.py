@@ -22,8 +22,6 @@ from kvconnect.testing.key_variants import digest
 from kvconnect.testing.processes.usage import descriptors, resident_nbytes
 from kvconnect.testing.subject import Subject
 
-__all__ = ["crowd", "few_files", "grow", "keys_of_everything", "limited", "read", "save"]
-
 Tell: TypeAlias = Callable[[Mapping[str, Any]], None]
 
 

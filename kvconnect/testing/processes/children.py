@@ -19,8 +19,6 @@ from kvconnect.testing.check import Violation
 from kvconnect.testing.processes.packed import pack, refuse_while_imported
 from kvconnect.testing.subject import Subject
 
-__all__ = ["Child", "Told", "start"]
-
 Told = dict[str, Any]
 """The report of a child."""
 

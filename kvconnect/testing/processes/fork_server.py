@@ -23,8 +23,6 @@ from kvconnect.testing.processes import child_work
 from kvconnect.testing.processes.packed import Unguarded, unpack
 from kvconnect.testing.subject import Subject
 
-__all__ = ["main"]
-
 _LINE_NBYTES = 3000  # below PIPE_BUF with its frame, so that lines of two children never mix
 
 

@@ -17,8 +17,6 @@ from typing import Any
 
 from kvconnect.testing.subject import Address, Subject, Unsupported
 
-__all__ = ["Unguarded", "pack", "refuse_while_imported", "unpack"]
-
 _importing: list[str] = []
 """The files that this process imports for a subject."""
 

@@ -7,8 +7,6 @@ import resource
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["descriptors", "open_files", "resident_nbytes"]
-
 
 def descriptors() -> int:
     """Returns how many file descriptors this process has open."""

@@ -29,8 +29,6 @@ from kvconnect.transfer.control.messages import (
 )
 from kvconnect.transfer.control.wire import Wire, WireClosed, WireTimeout
 
-__all__ = ["Channel", "SendQueue"]
-
 logger = logging.getLogger("kvconnect")
 
 _MAX_WAITING_NBYTES = 4 * MAX_MESSAGE_NBYTES

@@ -13,8 +13,6 @@ from kvconnect.transfer.control.fields import MAX_ENTRIES, Name, Number32, Recor
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["PROTOCOL", "Compat", "PoolInfo", "StateInfo"]
-
 PROTOCOL = 3
 """The version of the protocol; peers of another version are refused."""
 

@@ -9,8 +9,6 @@ from pydantic import Field
 from kvconnect.transfer.control.fields import Count, Number32, packed, unpacked
 from kvconnect.transfer.control.messages import Message
 
-__all__ = ["MAX_PIECES", "FindDigest", "FoundDigest"]
-
 MAX_PIECES = 1 << 16
 """The most pieces under one digest."""
 

@@ -9,8 +9,6 @@ from kvconnect.transfer.control.events import Deliver
 from kvconnect.transfer.control.messages import Hello
 from kvconnect.transfer.secret import SharedSecret
 
-__all__ = ["Endpoint", "Timing"]
-
 
 @dataclass(frozen=True, slots=True)
 class Timing:

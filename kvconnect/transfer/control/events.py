@@ -8,8 +8,6 @@ from typing import Protocol, TypeAlias
 
 from kvconnect.transfer.control.messages import Hello, Message
 
-__all__ = ["Connected", "Deliver", "Disconnected", "Event", "Sender"]
-
 
 @dataclass(frozen=True, slots=True)
 class Connected:

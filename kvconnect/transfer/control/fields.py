@@ -10,20 +10,6 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
 
-__all__ = [
-    "MAX_ENTRIES",
-    "BlockIds",
-    "Count",
-    "Groups",
-    "Name",
-    "Number32",
-    "Record",
-    "Seconds",
-    "Text",
-    "packed",
-    "unpacked",
-]
-
 MAX_ENTRIES = 1024
 """The most leases in one `Renew`; longer lists of anything but block ids are refused."""
 

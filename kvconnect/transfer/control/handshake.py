@@ -35,8 +35,6 @@ from kvconnect.transfer.secret import SharedSecret
 
 M = TypeVar("M", bound=Message)
 
-__all__ = ["OPENING_LIMIT", "check_compat", "shake_hands"]
-
 OPENING_LIMIT = 4096
 """The most bytes of a frame before the peer has proved that it knows the secret."""
 

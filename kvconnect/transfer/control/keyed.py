@@ -21,22 +21,6 @@ from kvconnect.transfer.control.fields import (
 )
 from kvconnect.transfer.control.messages import Message
 
-__all__ = [
-    "MAX_KEYS",
-    "MAX_TOKENS",
-    "SAMPLE_EVERY",
-    "ClaimKeys",
-    "FindChildren",
-    "FindKeys",
-    "ForgetKeys",
-    "ForgotKeys",
-    "FoundChildren",
-    "FoundKeys",
-    "GrantKeys",
-    "Verify",
-    "digested",
-]
-
 MAX_KEYS = 8192
 """The most keys in one message."""
 

@@ -28,32 +28,6 @@ try:
 except ModuleNotFoundError as missing:
     raise MissingExtra("the control channel of transfers", "transfer") from missing
 
-__all__ = [
-    "MAX_MESSAGE_NBYTES",
-    "NOTHING_COMPUTED",
-    "Abort",
-    "Claim",
-    "Error",
-    "Expired",
-    "Grant",
-    "Hello",
-    "LeaseId",
-    "Message",
-    "Ping",
-    "Pong",
-    "Proof",
-    "Release",
-    "ReleasedOk",
-    "Renew",
-    "Renewed",
-    "RenewedLease",
-    "Unknown",
-    "Watermark",
-    "WatermarkOf",
-    "decode",
-    "encode",
-]
-
 MAX_MESSAGE_NBYTES = 8 << 20
 """The largest message, encoded."""
 

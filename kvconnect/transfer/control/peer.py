@@ -19,8 +19,6 @@ from kvconnect.transfer.control.handshake import OPENING_LIMIT, shake_hands
 from kvconnect.transfer.control.wire import Wire, WireClosed, WireTimeout
 from kvconnect.transfer.secret import require_secret
 
-__all__ = ["Peer"]
-
 logger = logging.getLogger("kvconnect")
 
 

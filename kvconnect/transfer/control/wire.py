@@ -16,8 +16,6 @@ from kvconnect.errors import BadMessage
 from kvconnect.trace import count
 from kvconnect.transfer.seal import CODE_NBYTES, GUARD_NBYTES, Seal
 
-__all__ = ["Wire", "WireClosed", "WireTimeout", "frame"]
-
 _LENGTH = struct.Struct(">I")
 _SEAL_NBYTES = GUARD_NBYTES + CODE_NBYTES
 _READ_NBYTES = 64 << 10

@@ -10,8 +10,6 @@ from kvconnect.errors import UsageError
 from kvconnect.trace import count
 from kvconnect.transfer.leases.timer import MAX_DRIFT, Clock, lease_clock
 
-__all__ = ["HeldLease", "Outcome"]
-
 _REMEMBERED = 16
 
 

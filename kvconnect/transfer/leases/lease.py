@@ -9,8 +9,6 @@ from typing import Literal, TypeAlias
 
 from kvconnect.transfer.control.messages import NOTHING_COMPUTED, LeaseId, Watermark
 
-__all__ = ["Blocks", "Ended", "Holding", "Lease", "LetGo"]
-
 _MAX_HOLDERS = 256  # for one lease: as many peers as are connected at once
 
 Blocks: TypeAlias = tuple[tuple[int, ...], ...]

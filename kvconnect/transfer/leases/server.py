@@ -30,8 +30,6 @@ from kvconnect.transfer.leases.lease import Blocks, Ended, LetGo
 from kvconnect.transfer.leases.table import Answer, LeaseTable, Verdict
 from kvconnect.transfer.leases.timer import Clock, Timer, lease_clock
 
-__all__ = ["LeaseServer", "Send"]
-
 Send: TypeAlias = Callable[[Message], bool]
 """Sends a message to one holder without blocking; returns False if it cannot be sent."""
 

@@ -15,8 +15,6 @@ from kvconnect.transfer.control.messages import NOTHING_COMPUTED, LeaseId, Water
 from kvconnect.transfer.leases.lease import Blocks, Ended, Holding, Lease
 from kvconnect.transfer.leases.timer import Clock, lease_clock
 
-__all__ = ["Answer", "LeaseTable", "Verdict"]
-
 _REMEMBERED = 4096
 _REMEMBERED_HOLDERS = 4 * _REMEMBERED
 

@@ -10,8 +10,6 @@ from typing import TypeAlias
 
 from kvconnect.trace import count
 
-__all__ = ["MAX_DRIFT", "Clock", "Timer", "lease_clock"]
-
 logger = logging.getLogger("kvconnect")
 
 _LONGEST_S = 1.0

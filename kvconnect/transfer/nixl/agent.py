@@ -11,8 +11,6 @@ from kvconnect.errors import ConfigurationError
 from kvconnect.transfer.nixl.transfers import Transfer
 from kvconnect.transfer.regions import Region
 
-__all__ = ["Agent", "AgentError"]
-
 # Arriving data wakes the progress thread; this is its period without data. Once it polls, it
 # spins until all transfers under way are done, and its lock blocks the thread that polls them. A
 # period of 3 ms costs up to half the speed where cores are few, and 1 % of a core when idle.

@@ -16,8 +16,6 @@ from kvconnect.trace import count
 from kvconnect.transfer.nixl.agent import Agent, AgentError
 from kvconnect.transfer.nixl.nixl_pull import NixlPull, PullPart
 
-__all__ = ["AgentThread"]
-
 logger = logging.getLogger("kvconnect")
 
 _T = TypeVar("_T")

@@ -9,8 +9,6 @@ from typing import Any
 
 from kvconnect.errors import ConfigurationError, MissingExtra
 
-__all__ = ["load", "rdma_possible", "shares_memory"]
-
 _WITHOUT_RDMA = frozenset(("tcp", "cma", "sm", "shm", "self", "posix", "sysv", "knem", "xpmem"))
 _COPIED_BY_THE_KERNEL = frozenset(("all", "sm", "shm", "cma"))
 _RDMA_DEVICES = Path("/sys/class/infiniband")

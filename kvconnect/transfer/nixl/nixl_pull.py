@@ -14,8 +14,6 @@ from kvconnect.transfer.nixl.agent import Agent, AgentError
 from kvconnect.transfer.nixl.transfers import Transfer
 from kvconnect.transfer.pull import Pull
 
-__all__ = ["NixlPull", "PullPart"]
-
 # The transfers of a part under way. NIXL's progress thread blocks the polling thread for tens of
 # milliseconds. With four transfers, all were done by then, and a link of 8 Gbit/s stood idle.
 _WINDOW = 16

@@ -12,8 +12,6 @@ import numpy.typing as npt
 
 from kvconnect.transfer.reads import RUN, Runs
 
-__all__ = ["Base", "Rows", "Transfer", "transfers"]
-
 _TRANSFER_NBYTES = 8 << 20
 
 Rows: TypeAlias = npt.NDArray[np.uint64]

@@ -25,8 +25,6 @@ from kvconnect.transfer.transport import PeerHandle, Pull, Reads, Transport
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["NixlTransport"]
-
 # With an offset below the size of any region added, it is still an int64.
 _Address = Annotated[int, Field(ge=0, lt=1 << 62)]
 _Device = Annotated[int, Field(ge=0, lt=1 << 31)]

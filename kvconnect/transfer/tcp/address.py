@@ -11,8 +11,6 @@ from kvconnect.address import is_loopback
 from kvconnect.errors import ConfigurationError
 from kvconnect.transfer.local import Local
 
-__all__ = ["TcpLocal", "advertised"]
-
 
 class TcpLocal(Local):
     """The description that a `TcpTransport` sends to its peers."""

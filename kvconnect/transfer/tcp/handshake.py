@@ -21,8 +21,6 @@ from kvconnect.transfer.seal import Seal, Seals
 from kvconnect.transfer.secret import SharedSecret
 from kvconnect.transfer.tcp.stream import receive_exactly
 
-__all__ = ["answer", "greet"]
-
 _MAGIC = b"KVT\x04"
 _NONCE_NBYTES = 32
 _GREETING = struct.Struct("<4s32s")

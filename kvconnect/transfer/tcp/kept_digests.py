@@ -13,15 +13,6 @@ from xxhash import xxh3_64_intdigest
 from kvconnect.transfer.reads import Offsets, Runs
 from kvconnect.transfer.regions import Region, Regions, outside
 
-__all__ = [
-    "MAX_CELLS",
-    "MAX_CELL_NBYTES",
-    "MIN_CELL_NBYTES",
-    "NO_DIGESTS",
-    "KeptDigests",
-    "Leading",
-]
-
 MIN_CELL_NBYTES = 16 << 10
 """The smallest cell. Smaller ones would cost a reader more time in Python than in their hash."""
 

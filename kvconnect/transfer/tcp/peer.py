@@ -19,8 +19,6 @@ from kvconnect.transfer.tcp.tcp_pull import Share, TcpPull
 from kvconnect.transfer.tcp.wire import MAX_RUNS, Malformed, receive_answer, send_request
 from kvconnect.transfer.transport import PeerHandle
 
-__all__ = ["TcpPeer"]
-
 
 class TcpPeer(PeerHandle):
     """Reads from one incarnation of a peer, over `lanes` connections.

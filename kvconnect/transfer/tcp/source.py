@@ -17,8 +17,6 @@ from kvconnect.transfer.tcp.kept_digests import KeptDigests
 from kvconnect.transfer.tcp.stream import Stream, block_until, prepare
 from kvconnect.transfer.tcp.wire import Malformed, receive_request, send_answer, send_refusal
 
-__all__ = ["Source"]
-
 _HANDSHAKE_S = 5.0
 _STALL_S = 10.0
 

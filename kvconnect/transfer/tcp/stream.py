@@ -25,8 +25,6 @@ from kvconnect.transfer.tcp.kept_digests import Leading
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["PIECE_NBYTES", "Corrupt", "Disconnected", "Stream", "prepare", "receive_exactly"]
-
 _VECTORS = 1024  # IOV_MAX of Linux
 _SUM = struct.Struct("<Q")
 

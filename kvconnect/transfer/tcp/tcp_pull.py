@@ -12,8 +12,6 @@ from kvconnect.errors import PullFailed
 from kvconnect.transfer.pull import Pull
 from kvconnect.transfer.reads import Reads, Runs, cut, runs
 
-__all__ = ["Share", "TcpPull", "split"]
-
 _SHARE_NBYTES = 8 << 20
 """A pull is spread over several connections only in shares of at least this size."""
 

@@ -22,8 +22,6 @@ from kvconnect.transfer.transport import PeerHandle, Pull, Reads, Transport
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["TcpTransport"]
-
 
 class TcpTransport(Transport):
     """Reads over plain sockets.

@@ -27,17 +27,6 @@ from kvconnect.transfer.tcp.kept_digests import (
 )
 from kvconnect.transfer.tcp.stream import receive_exactly
 
-__all__ = [
-    "MAX_RUNS",
-    "Malformed",
-    "Request",
-    "receive_answer",
-    "receive_request",
-    "send_answer",
-    "send_refusal",
-    "send_request",
-]
-
 MAX_RUNS = 1 << 16
 """The most runs of one request. A source holds at most 1 MiB of runs for one connection."""
 

@@ -12,8 +12,6 @@ from kvconnect.transfer.claimed import Claimed
 from kvconnect.transfer.control.messages import Watermark
 from kvconnect.transfer.reads import Reads
 
-__all__ = ["Arrivals"]
-
 _FINE_PIECES = 16
 """A prompt that the other engine has computed is read in so many pieces, its end first."""
 

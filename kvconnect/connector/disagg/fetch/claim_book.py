@@ -14,8 +14,6 @@ from kvconnect.transfer.claimed import Claimed
 from kvconnect.transfer.claims import LeaseClient
 from kvconnect.transfer.peers import Peers
 
-__all__ = ["ClaimBook"]
-
 
 class ClaimBook:
     """The claims by name and address, one for each. Thread-safe; no method blocks.

@@ -33,8 +33,6 @@ from kvconnect.transfer.transport import PeerHandle, Transport
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Fetcher"]
-
 logger = logging.getLogger("kvconnect")
 
 _SLACK_S = 2.0

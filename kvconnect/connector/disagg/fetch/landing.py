@@ -16,8 +16,6 @@ from torch import Tensor
 
 from kvconnect.transfer.reads import Reads
 
-__all__ = ["LANDING_SHARE", "Landing"]
-
 _SLOTS = 16
 _SLOT_NBYTES = 4 << 20
 LANDING_SHARE = 2 / _SLOTS

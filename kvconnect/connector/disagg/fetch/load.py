@@ -12,8 +12,6 @@ from kvconnect.connector.disagg.fetch.part import Part
 from kvconnect.connector.disagg.messages import FetchOrder
 from kvconnect.transfer.reads import Reads
 
-__all__ = ["Load", "LoadsBeside"]
-
 
 @dataclass(slots=True, eq=False)
 class Load:

@@ -24,8 +24,6 @@ from kvconnect.transfer.peers import PeerLink
 from kvconnect.transfer.pull import Pull
 from kvconnect.transfer.reads import Reads
 
-__all__ = ["PULL_NBYTES", "Part"]
-
 _PULLS_IN_FLIGHT = 4
 PULL_NBYTES = 32 << 20
 # Seconds that a pull, or the answer to a release, may take beside the time of its bytes.

@@ -16,9 +16,6 @@ from kvconnect.shards import HeadSlice
 from kvconnect.transfer.control.messages import Watermark
 from kvconnect.transfer.reads import Reads
 
-__all__ = ["FetchPlan", "RemoteBlocks", "cut_reads"]
-
-
 _MOST_PIECES = 1 << 16
 
 

@@ -9,8 +9,6 @@ from kvconnect.address import host_and_port
 from kvconnect.errors import ConfigurationError
 from kvconnect.shards import HeadSlice, StoredHeads
 
-__all__ = ["Source", "address_of_rank", "sources"]
-
 
 @dataclass(frozen=True, slots=True)
 class Source:

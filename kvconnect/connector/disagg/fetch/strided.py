@@ -11,8 +11,6 @@ import numpy.typing as npt
 from kvconnect.layout import KvCacheLayout
 from kvconnect.transfer.reads import Offsets, Reads
 
-__all__ = ["BlockRun", "strided_reads"]
-
 
 @dataclass(frozen=True, slots=True)
 class BlockRun:
