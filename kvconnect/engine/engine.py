@@ -31,6 +31,7 @@ from kvconnect.engine.scheduler import Scheduler
 from kvconnect.engine.snapshots import StateSnapshots
 from kvconnect.errors import OutOfBlocks
 from kvconnect.request import LlmRequest, RequestState, ScheduledBatch
+from kvconnect.weak import weakly
 
 
 class Engine:
@@ -72,8 +73,8 @@ class Engine:
         self._kv = kv
         self._connector = connector
         self._scheduler = scheduler
-        scheduler.send_back = self._send_back
-        connector.set_worth(scheduler.beside_loads.is_worth)
+        scheduler.send_back = weakly(self._send_back)
+        connector.set_worth(weakly(scheduler.beside_loads.is_worth))
         self._layers = layers
         self._followers = followers or NoFollowers()
         self._num_groups = 1 + max((layer.group for layer in layers), default=0)

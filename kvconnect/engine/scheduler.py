@@ -16,6 +16,7 @@ from kvconnect.engine.sampling.drafts import NO_DRAFTS, NgramDrafter, NgramSpecu
 from kvconnect.engine.snapshots import snapshot_end
 from kvconnect.errors import ConfigurationError, OutOfBlocks, nearest
 from kvconnect.request import LlmRequest, RequestState, ScheduledBatch
+from kvconnect.weak import weakly
 
 SchedulingPolicy: TypeAlias = Literal["guaranteed_no_evict", "max_utilization"]
 """TensorRT-LLM's capacity scheduler policies."""
@@ -90,13 +91,17 @@ class Scheduler:
         self._guaranteed = policy == "guaranteed_no_evict"
         self._drafter = None if speculation is None else NgramDrafter(speculation)
         self.beside_loads = BesideLoads(
-            max_num_tokens, self._num_prompts, self._reserve_beside, self._ends, stepped=stepped
+            max_num_tokens,
+            weakly(self._num_prompts),
+            weakly(self._reserve_beside),
+            self._ends,
+            stepped=stepped,
         )
         self.waiting: deque[LlmRequest] = deque()
         self.running: list[LlmRequest] = []
         self.loading: dict[int, LlmRequest] = {}
         self.saving: dict[int, LlmRequest] = {}
-        self.send_back: Callable[[LlmRequest], None] = self._send_back
+        self.send_back: Callable[[LlmRequest], None] = weakly(self._send_back)
         self._failed: dict[int, Exception] = {}  # errors of requests that are in no queue any more
         self._ending: set[int] = set()  # the same errors, taken by the engine
 

@@ -13,7 +13,7 @@ import weakref
 
 import pytest
 
-from kvconnect import LLM, KvCacheConfig, SamplingParams
+from kvconnect import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams, TransferConfig
 from kvconnect.errors import EngineClosed
 
 LONG = SamplingParams(max_tokens=400, ignore_eos=True)
@@ -22,6 +22,13 @@ SHORT = SamplingParams(max_tokens=5, ignore_eos=True)
 
 class Broken(RuntimeError):
     pass
+
+
+@pytest.fixture
+def no_collection():
+    gc.disable()
+    yield
+    gc.enable()
 
 
 def break_after(llm, passes):
@@ -126,6 +133,39 @@ def test_an_engine_that_is_dropped_ends_its_thread(llama):
     assert not thread.is_alive()
 
 
+USED = {
+    "alone": {},
+    "a store": {"connector": {}},
+    "peers": {"connector": {"transfer": TransferConfig()}},
+    "a host tier and drafts": {
+        "kv_cache": KvCacheConfig(max_tokens=256, host_cache_size=1 << 20),
+        "connector": {},
+        "speculative": "ngram",
+    },
+    "recurrent states": {"family": "qwen3_next", "connector": {}},
+    "windows": {"family": "mistral", "connector": {}},
+}
+
+
+@pytest.mark.parametrize("options", USED.values(), ids=list(USED))
+def test_a_closed_engine_frees_its_memory_at_once(tiny, prompts, no_collection, options):
+    """Circles of references would keep pools and weights until Python searches for such."""
+    options = dict(options)
+    if (connector := options.get("connector")) is not None:
+        options["connector"] = KvCacheConnectorConfig(url="memory:?capacity=16MiB", **connector)
+    options.setdefault("kv_cache", KvCacheConfig(max_tokens=256))
+    llm = LLM(tiny(options.pop("family", "llama")), **options)
+    llm.generate(prompts[:2], SHORT)
+    llm.close()
+    parts = [llm._kv, llm._model]
+    if connector is not None:
+        parts += [llm._engine._connector._scheduler, llm._engine._connector._worker._access.staging]
+    kept = [weakref.ref(one) for one in parts]
+    del parts
+    del llm
+    assert [one() for one in kept] == [None] * len(kept)
+
+
 @pytest.mark.parametrize("closed", [True, False])
 def test_an_engine_that_failed_goes_with_what_refers_to_it(llama, closed):
     kept = weakref.ref(failed_engine(llama, closed=closed)._kv)
@@ -148,7 +188,7 @@ def failed_engine(model, *, closed: bool) -> LLM:
 
 FORGETFUL = """
 import sys
-from kvconnect import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
+from kvconnect import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams, TransferConfig
 store = KvCacheConnectorConfig(
     url=sys.argv[2], lookup_timeout_ms=60_000, overlap_loads=False
 )

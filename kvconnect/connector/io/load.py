@@ -18,6 +18,7 @@ from kvconnect.connector.io.staging import Slot
 from kvconnect.errors import KvConnectError, RetryLater
 from kvconnect.explain.outcome import Outcome
 from kvconnect.trace import count
+from kvconnect.weak import weakly
 
 # A load of few full calls is split into calls of this share of a full one, so many at a time: the
 # copies after the last call overlap with no read.
@@ -180,7 +181,7 @@ class Loads:
         self._calls = _Calls()
         self._reads: set[asyncio.Task[None]] = set()
         self._probing: asyncio.Task[None] | None = None
-        access.staging.on_free(self._slots_freed)
+        access.staging.on_free(weakly(self._slots_freed))
 
     def start(
         self,

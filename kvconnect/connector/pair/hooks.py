@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 from kvconnect.connector.io.orders import BlockSave
 from kvconnect.explain.outcome import NotSaved
 from kvconnect.request import LlmRequest
@@ -79,7 +81,7 @@ class GuardedHooks:
 
     def __init__(self, hooks: StoreHooks, min_priority: int) -> None:
         kind = type(hooks)
-        self._hooks = hooks
+        self._hooks: StoreHooks = weakref.proxy(hooks)  # which has this, too
         self._min_priority = min_priority
         self.judges = (
             kind.may_save is not StoreHooks.may_save or kind.priority is not StoreHooks.priority

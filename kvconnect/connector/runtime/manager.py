@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -105,7 +106,7 @@ class KvCacheConnectorManager:
         self._saves = SaveAdmission(self._scheduler, self._ledger, self._reporter, self._errors)
         self._outcome: StepOutcome | None = None
         self._poll_s = _FIRST_POLL_S
-        kv.set_external_matcher(self)
+        kv.set_external_matcher(weakref.proxy(self))
 
     # ------------------------------------------------------------------ requests
 
@@ -265,8 +266,13 @@ class KvCacheConnectorManager:
         """
         self._outcome = outcome = StepOutcome()
         is_alone = self._communicator.size == 1
-        reports = self._rank.report_failures() if is_alone else self._rank.end()
-        self._settle(reports, outcome, is_first=True)
+        has_loads = bool(self._ledger.loads)
+        reports = self._rank.report_failures(has_loads=has_loads) if is_alone else self._rank.end()
+        if reports:
+            self._settle(reports, outcome, is_first=True)
+        else:
+            with self._rank.telling:
+                self._scheduler.update_from_workers(())
         return outcome.failed
 
     def end_step(self) -> StepOutcome:
@@ -365,8 +371,9 @@ class KvCacheConnectorManager:
             self._ledger.check(reports)
             self._errors.enter(reports)
             if is_first:
-                metas = [one.worker_meta for one in reports if one.worker_meta is not None]
-                self._scheduler.update_from_workers(metas)
+                self._scheduler.update_from_workers(
+                    [one.worker_meta for one in reports if one.worker_meta is not None]
+                )
             self._ledger.settle(reports, self._load_failed, outcome, now)
         for request_id in outcome.saved:
             self._records.pop(request_id, None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 
@@ -151,15 +150,24 @@ class RankDriver:
             self._worker.wait_for_save(self._stream)
             self._worker.clear_connector_meta()
 
-    def report_failures(self) -> list[Report]:
+    def report_failures(self, *, has_loads: bool) -> list[Report]:
         """Returns the report of failed transfers, if there is only one rank; the step ends later.
+
+        Without loads that may have progressed, and with nothing to report, it returns no report.
 
         Raises:
             ConnectorContractError: as `end`.
         """
+        step, self._has_told = self._step(), True
         with self.telling:
-            report = self._report_failures(self._step(), with_meta=True)
-        self._has_told = True
+            if has_loads:
+                report = self._report_failures(step, with_meta=True)
+            else:
+                failures = checked_failures(self._worker, self._worker.get_failed())
+                meta = self._worker.build_worker_meta()
+                if not failures and meta is None:
+                    return []
+                report = Report(step.step, failures=tuple(failures), worker_meta=meta)
         return agreed(self._communicator, report)
 
     def end(self, ended: Sequence[int] = ()) -> list[Report]:
@@ -191,14 +199,22 @@ class RankDriver:
     def _report(self, step: Instructions, ended: Sequence[int]) -> Report:
         finished = self._worker.get_finished([*step.saving, *ended], list(step.loading))
         saved, loaded = checked_finished(self._worker, finished)
-        report = self._report_failures(step, with_meta=not self._has_told)
-        return replace(report, saved=tuple(saved), loaded=tuple(loaded))
+        return self._report_failures(step, saved, loaded, with_meta=not self._has_told)
 
-    def _report_failures(self, step: Instructions, *, with_meta: bool) -> Report:
+    def _report_failures(
+        self,
+        step: Instructions,
+        saved: Sequence[int] = (),
+        loaded: Sequence[int] = (),
+        *,
+        with_meta: bool,
+    ) -> Report:
         failures = checked_failures(self._worker, self._worker.get_failed())
         errors, self._request_errors = self._request_errors, {}
         return Report(
             step.step,
+            tuple(saved),
+            tuple(loaded),
             failures=tuple(failures),
             progress=checked_progress(self._worker, self._worker.get_load_progress()),
             heads=checked_progress(
