@@ -6,10 +6,10 @@ block that a peer reads stays until its lease ends.
 
 Imports the vocabulary, ``url``, ``lanes``, ``entries``, ``host`` (the region) and
 `kvconnect.transfer`; never another store, nor the guard. Read from the top: `settings` (the
-parameters of the URL), `store` (the `Backend` methods), `find` and `load` (their implementations),
-`fetch` (one load from one peer) with `staging` (into which memory bytes are read) and `pulls`
-(how). `publish` is the other side: the answers to peers. `node` opens and closes all of it,
-`directory` finds the peers.
+parameters of the URL), `store` (the `Backend` methods), `find` (the search for blocks), `fetch` (a
+load from one peer) with `staging` (into which memory bytes are read) and `pulls` (how). `publish`
+is the other side: the answers to peers. `node` opens and closes all of it, `directory` finds the
+peers.
 """
 
 from __future__ import annotations

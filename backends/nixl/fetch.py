@@ -14,16 +14,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvconnect.backends.lanes import Lane, results_of
+from kvconnect.backends.lanes import Lanes, results_of
 from kvconnect.backends.nixl.pulls import Pulls, Signal
+from kvconnect.backends.nixl.settings import NixlSettings
 from kvconnect.backends.nixl.staging import Staging
 from kvconnect.keys import BlockKey
 from kvconnect.trace import count, warn_once
 from kvconnect.transfer.claimed import Claimed
-from kvconnect.transfer.claims import LeaseClient
 from kvconnect.transfer.control.keyed import GrantKeys, Verify, digested
 from kvconnect.transfer.digests import digest_of
 from kvconnect.transfer.leases.held import Outcome
+from kvconnect.transfer.node import PeerNode
 from kvconnect.transfer.peers import PeerLink
 from kvconnect.transfer.reads import Reads
 from kvconnect.transfer.transport import PeerHandle
@@ -40,34 +41,26 @@ class Fetcher:
     """Loads blocks from peers. Belongs to the event loop.
 
     Args:
-        name: the name of this instance; the names of its claims begin with it.
-        client: the client that claims leases.
-        pulls: reads from peers.
+        node: the node of this instance, which is open.
         staging: the memory that receives blocks.
-        lane: the lane of threads that copy and hash.
-        verify: which blocks are compared with the owner's digests.
-        timeout_s: seconds to wait for an answer of a peer.
+        lanes: their threads copy and hash.
+        settings: which blocks are compared with the owner's digests, and how long a peer may take
+            to answer.
     """
 
     def __init__(
-        self,
-        name: str,
-        client: LeaseClient,
-        *,
-        pulls: Pulls,
-        staging: Staging,
-        lane: Lane,
-        verify: Verify,
-        timeout_s: float,
+        self, node: PeerNode, staging: Staging, lanes: Lanes, settings: NixlSettings
     ) -> None:
-        self._name = name
+        self._name = node.engine_id
         self._numbers = itertools.count(1)
-        self._client = client
-        self._pulls = pulls
+        self._client = node.client
+        self._pulls = Pulls(
+            node.transport, node.rebuild, lanes["control"], timeout_s=settings.timeout_s
+        )
         self._staging = staging
-        self._lane = lane
-        self._verify = verify
-        self._timeout_s = timeout_s
+        self._lane = lanes["copy"]
+        self._verify = settings.verify
+        self._timeout_s = settings.timeout_s
 
     async def fetch(self, link: PeerLink, keys: Sequence[BlockKey], into: Sequence[Tensor]) -> int:
         """Fills `into` with blocks of the peer at `link`; returns how many leading ones are valid.
@@ -80,7 +73,7 @@ class Fetcher:
         if handle is None:
             return 0
         name = f"{self._name}/{next(self._numbers)}"
-        claimed = self._client.claim_keys(link.address, name, keys, verify=self._verify)
+        claimed = self._client.claim(link.address, name, keys=keys, verify=self._verify)
         claimed.listener = (changed := Signal()).wake
         try:
             granted = await self._granted(link, handle, claimed, changed)

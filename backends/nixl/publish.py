@@ -15,7 +15,7 @@ from kvconnect.backends.host.index import MemoryBlock
 from kvconnect.errors import OutOfBlocks
 from kvconnect.keys import BlockKey
 from kvconnect.trace import count
-from kvconnect.transfer.control.events import Event, Sender
+from kvconnect.transfer.control.endpoint import Event, Sender
 from kvconnect.transfer.control.keyed import (
     MAX_TOKENS,
     ClaimKeys,

@@ -82,7 +82,8 @@ class NixlSettings:
             if not port:
                 raise ConfigurationError(f"peer '{address}': must have a port from 1 to 65535")
         host, _ = _host_and_port("listen", self.listen)
-        for name, each in (("listen", host), *(("peer", self._host(one)) for one in self.peers)):
+        peers = (("peer", host_and_port(one)[0]) for one in self.peers)
+        for name, each in (("listen", host), *peers):
             try:
                 require_secret(name, each, secret)
             except ConfigurationError as error:
@@ -97,10 +98,6 @@ class NixlSettings:
 
     def __str__(self) -> str:
         return f"nixl://{','.join(self.peers)}"
-
-    @staticmethod
-    def _host(address: str) -> str:
-        return host_and_port(address)[0]
 
     def shared_secret(self) -> SharedSecret | None:
         """Returns the shared secret, which peers prove to know.

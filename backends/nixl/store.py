@@ -13,15 +13,14 @@ from kvconnect.backends.host.region import MemoryRegion
 from kvconnect.backends.lanes import Lanes
 from kvconnect.backends.nixl.fetch import Fetcher
 from kvconnect.backends.nixl.find import NixlFinder
-from kvconnect.backends.nixl.load import load
 from kvconnect.backends.nixl.node import NixlNode
-from kvconnect.backends.nixl.pulls import Pulls
 from kvconnect.backends.nixl.settings import NixlSettings
 from kvconnect.backends.nixl.staging import Staging
 from kvconnect.backends.url import StoreUrl
 from kvconnect.errors import BackendUnavailable
 from kvconnect.keys import BlockKey
 from kvconnect.layout import KvCacheLayout
+from kvconnect.transfer.peers import PeerLink
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -87,16 +86,7 @@ class NixlBackend(Backend):
         except BaseException:
             await lanes.close()
             raise
-        pulls = Pulls(node.transport, node.rebuild, lanes["control"], timeout_s=settings.timeout_s)
-        fetcher = Fetcher(
-            node.engine_id,
-            node.client,
-            pulls=pulls,
-            staging=staging,
-            lane=lanes["copy"],
-            verify=settings.verify,
-            timeout_s=settings.timeout_s,
-        )
+        fetcher = Fetcher(node, staging, lanes, settings)
         finder = NixlFinder(blocks, node.peers, settings.patience_s)
         self._parts = _Parts(lanes, blocks, node, finder, fetcher)
 
@@ -120,8 +110,22 @@ class NixlBackend(Backend):
 
     async def load(self, keys: Sequence[BlockKey], into: Sequence[Tensor]) -> int:
         """Fills `into` from this instance and from peers; a block lost on the way is a miss."""
-        parts = self._opened()
-        return await load(parts.blocks, parts.finder, parts.fetcher, keys, into)
+        parts, loaded = self._opened(), 0
+        failed: set[PeerLink] = set()
+        while loaded < len(keys):
+            loaded += await parts.blocks.load(keys[loaded:], into[loaded:], ())
+            rest = keys[loaded:]
+            if not rest or parts.blocks.present(rest[:1])[0]:
+                break  # all is there, or the next is longer than its buffer
+            link, known = await parts.finder.run_of(rest, failed)
+            if link is None:
+                break
+            got = await parts.fetcher.fetch(link, rest[:known], into[loaded : loaded + known])
+            loaded += got
+            if got < known:
+                failed.add(link)
+                parts.finder.forget(rest[got:known])
+        return loaded
 
     async def save(self, blocks: Sequence[StoredBlock]) -> int:
         """Publishes copies of `blocks`; drops older blocks for room, except leased ones."""

@@ -2,8 +2,8 @@
 
 Imports only the vocabulary: no cache, store or connector. Begin with `transport` (the interface),
 `reads` (the pieces to read) and `pull` (a read that is under way). `tcp` and `nixl` implement the
-interface. Both use `regions`, `local` and `deadlines`. `quarantine` keeps the destinations of
-failed reads that may still be written to.
+interface. Both use `regions` and `local`. `quarantine` keeps the destinations of failed reads that
+may still be written to.
 
 `control` is the channel for messages about a transfer. `leases` decides how long bytes may be read.
 Neither imports a transport. `claims` asks peers for leases and renews them; `claimed` is one claim.

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from kvconnect.errors import DuplicateRequest
 from kvconnect.transfer.claimed import Claimed
-from kvconnect.transfer.control.events import Connected, Disconnected, Event, Sender
+from kvconnect.transfer.control.endpoint import Connected, Disconnected, Event, Sender
 from kvconnect.transfer.control.fields import MAX_ENTRIES
 from kvconnect.transfer.control.keyed import ClaimKeys, GrantKeys, Verify
 from kvconnect.transfer.control.messages import (
@@ -69,15 +69,23 @@ class LeaseClient:
     # ------------------------------------------------------------------ for the engine
 
     def claim(
-        self, peer: str, request: str, *, epoch: int | None = None, readers: int = 1
+        self,
+        peer: str,
+        request: str,
+        *,
+        readers: int = 1,
+        keys: Sequence[bytes] = (),
+        verify: Verify = "none",
     ) -> Claimed:
         """Asks `peer` for the blocks of `request`, at once or when the peer is connected.
 
         Args:
             peer: the address of the peer.
-            request: the name of the request at the peer.
-            epoch: the epoch of the lease; ``None`` means the newest lease of `request`.
+            request: the name of the request at the peer; with `keys`, a name that no other claim of
+                any process has.
             readers: the number of readers that claim `request`, on all ranks together.
+            keys: asks for the leading blocks of these keys, at most `MAX_KEYS`, that the peer has.
+            verify: which of the blocks' digests are requested, with `keys`.
 
         Returns:
             The claim, without blocks until the peer grants it.
@@ -85,28 +93,8 @@ class LeaseClient:
         Raises:
             DuplicateRequest: `request` is claimed already, and not yet decided.
         """
-        lease = HeldLease(request, epoch, clock=self._clock)
-        return self._add(Claimed(peer, lease, readers))
-
-    def claim_keys(
-        self, peer: str, request: str, keys: Sequence[bytes], *, verify: Verify = "none"
-    ) -> Claimed:
-        """Asks `peer` for the leading blocks of `keys` that the peer has.
-
-        Args:
-            peer: the address of the peer.
-            request: a name for this claim that no other claim of any process has.
-            keys: at most `MAX_KEYS`.
-            verify: which of the blocks' digests are requested.
-
-        Raises:
-            DuplicateRequest: the name is in use.
-        """
         lease = HeldLease(request, clock=self._clock)
-        return self._add(Claimed(peer, lease, keys=tuple(keys), verify=verify))
-
-    def _add(self, claimed: Claimed) -> Claimed:
-        peer, request = claimed.peer, claimed.lease.request
+        claimed = Claimed(peer, lease, readers, keys=tuple(keys), verify=verify)
         with self._lock:
             if (peer, request) in self._claimed:
                 raise DuplicateRequest(f"request '{request}' of peer '{peer}' is claimed already")
@@ -195,11 +183,8 @@ class LeaseClient:
         else:
             self.handle(event, peer)
 
-    def handle(self, message: Message, peer: str) -> bool:
-        """Updates the claim that a message of `peer` is about, and calls the claim's listener.
-
-        Returns False if the message is not about leases.
-        """
+    def handle(self, message: Message, peer: str) -> None:
+        """Updates the claim that a message of `peer` is about, and calls the claim's listener."""
         changed: list[Claimed] = []
         with self._lock:
             if isinstance(message, Renewed):
@@ -209,14 +194,11 @@ class LeaseClient:
                 if claimed is not None and self._is_of(claimed, message.epoch):
                     self._take(claimed, message)
                     changed = [claimed]
-            else:
-                return False
             for claimed in changed:
                 self._forget_if_decided(claimed)
         _notify(changed)
         if changed and self._timer is not None:
             self._timer.wake()
-        return True
 
     def renew(self) -> float | None:
         """Sends the renewals that are due, one message for the leases of a peer.
@@ -258,25 +240,17 @@ class LeaseClient:
         return send is not None and send(message)
 
     def _send_claim(self, claimed: Claimed) -> None:
-        if claimed.keys:
-            self._send_claim_keys(claimed)
-            return
-        seq = next(self._numbers)
-        lease = claimed.lease
-        lease.sent(seq)
-        message = Claim(seq=seq, request=lease.request, epoch=lease.epoch, readers=claimed.readers)
-        self._send(claimed.peer, message)
-
-    def _send_claim_keys(self, claimed: Claimed) -> None:
-        lease = claimed.lease
-        if lease.epoch is not None:  # another claim would be another lease
+        lease, request, keys = claimed.lease, claimed.lease.request, claimed.keys
+        if keys and lease.epoch is not None:  # another claim would be another lease
             self._send_renew(claimed.peer, [claimed])
             return
         seq = next(self._numbers)
         lease.sent(seq)
-        message = ClaimKeys(
-            seq=seq, request=lease.request, keys=claimed.keys, verify=claimed.verify
-        )
+        message: Message
+        if keys:
+            message = ClaimKeys(seq=seq, request=request, keys=keys, verify=claimed.verify)
+        else:
+            message = Claim(seq=seq, request=request, epoch=lease.epoch, readers=claimed.readers)
         self._send(claimed.peer, message)
 
     def _send_renew(self, peer: str, several: list[Claimed]) -> None:
@@ -306,19 +280,13 @@ class LeaseClient:
         message: Grant | GrantKeys | Expired | Unknown | ReleasedOk | WatermarkOf | Abort,
     ) -> None:
         lease = claimed.lease
-        if isinstance(message, (Grant, GrantKeys)) and isinstance(message, GrantKeys) != bool(
-            claimed.keys
-        ):
-            return  # it answers another kind of claim
         if isinstance(message, GrantKeys):
-            if len(message.sizes) <= len(claimed.keys) and lease.granted(
-                message.seq, message.lease_s
-            ):
+            fits = claimed.keys and len(message.sizes) <= len(claimed.keys)
+            if fits and lease.granted(message.seq, message.lease_s):
                 lease.epoch = message.epoch
                 claimed.granted = message
-            return
-        if isinstance(message, Grant):
-            if lease.granted(message.seq, message.lease_s):
+        elif isinstance(message, Grant):
+            if not claimed.keys and lease.granted(message.seq, message.lease_s):
                 lease.epoch = message.epoch
                 claimed.tokens = message.tokens
                 claimed.blocks = message.blocks

@@ -11,8 +11,7 @@ from collections.abc import Callable
 from kvconnect.address import host_and_port
 from kvconnect.transfer.claims import LeaseClient
 from kvconnect.transfer.control.description import Compat, PoolInfo
-from kvconnect.transfer.control.endpoint import Endpoint
-from kvconnect.transfer.control.events import Deliver
+from kvconnect.transfer.control.endpoint import Deliver, Endpoint
 from kvconnect.transfer.control.listener import Listener
 from kvconnect.transfer.control.messages import Hello
 from kvconnect.transfer.peers import Peers

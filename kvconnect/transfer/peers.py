@@ -12,11 +12,17 @@ from functools import partial
 
 from kvconnect.address import host_and_port
 from kvconnect.errors import KvConnectError, RetryLater
-from kvconnect.transfer.control.digests import FoundDigest
-from kvconnect.transfer.control.endpoint import Endpoint, Timing
-from kvconnect.transfer.control.events import Connected, Deliver, Disconnected, Event, Sender
+from kvconnect.transfer.control.endpoint import (
+    Connected,
+    Deliver,
+    Disconnected,
+    Endpoint,
+    Event,
+    Sender,
+    Timing,
+)
 from kvconnect.transfer.control.keyed import ForgotKeys, FoundChildren, FoundKeys
-from kvconnect.transfer.control.messages import Hello, Message
+from kvconnect.transfer.control.messages import FoundDigest, Hello, Message
 from kvconnect.transfer.control.peer import Peer
 from kvconnect.transfer.secret import SharedSecret
 from kvconnect.transfer.transport import PeerHandle, Transport

@@ -1,7 +1,8 @@
-"""A read from a peer that is under way, and the two events that end it."""
+"""A read from a peer that is under way, the two events that end it, and its deadline."""
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from concurrent.futures import Future
 
 from kvconnect.errors import PullFailed
 from kvconnect.trace import Event, count, metrics
+from kvconnect.transfer.leases.timer import Timer
 
 
 class Terminal:
@@ -100,3 +102,46 @@ class Pull:
             count(f"transfer.pull.{error.reason}")
             self.done.set_exception(error)
         return True
+
+
+class Deadlines:
+    """Fails every watched pull that is not done at its deadline, even if a transport hangs.
+
+    Its thread sleeps in between.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pulls: dict[Pull, tuple[float, float]] = {}  # the deadline, and how long it was
+        self._due = math.inf
+        self._timer = Timer("kvconnect-deadlines", self._fail_late, time.monotonic)
+
+    def watch(self, pull: Pull, seconds: float) -> None:
+        """Fails `pull` after `seconds` unless it is done by then. Never blocks."""
+        at = time.monotonic() + seconds
+        with self._lock:
+            self._pulls[pull] = at, seconds
+            is_next = at < self._due
+            self._due = min(at, self._due)
+        if is_next:
+            self._timer.wake()
+        pull.done.add_done_callback(lambda _: self._forget(pull))
+
+    def close(self) -> None:
+        """Ends the thread. Remaining pulls are no longer watched."""
+        self._timer.close()
+
+    def _forget(self, pull: Pull) -> None:
+        with self._lock:
+            self._pulls.pop(pull, None)
+
+    def _fail_late(self) -> float | None:
+        """Fails the pulls whose deadline has passed; returns the next deadline."""
+        with self._lock:
+            now = time.monotonic()
+            late = {pull: seconds for pull, (at, seconds) in self._pulls.items() if at <= now}
+            waiting = (at for pull, (at, _) in self._pulls.items() if pull not in late)
+            self._due = due = min(waiting, default=math.inf)
+        for pull, seconds in late.items():
+            pull.fail(PullFailed("deadline", f"the peer did not deliver within {seconds:g} s"))
+        return None if due == math.inf else due

@@ -16,7 +16,7 @@ _AGAIN_S, _AGAIN_AT_LAST_S = 0.2, 10.0
 
 
 class Quarantine:
-    """Keeps blocks until the pull that was to fill them is terminal, and bounds their number.
+    """Counts blocks until the pull that was to fill them is terminal, and bounds their number.
 
     At `max_quarantined` blocks, no read begins from peers that hold some of them. If that lasts,
     `rebuild` runs on a thread of its own until it succeeds. Then every pull is terminal, and the
@@ -36,16 +36,12 @@ class Quarantine:
         self._watched = False  # a thread waits for blocks to be freed, or rebuilds
         self._rebuilding = False
 
-    def hold(self, pull: Pull, peer: PeerHandle, blocks: int, free: Callable[[], object]) -> None:
-        """Calls `free` once `pull` is terminal; until then its `blocks` are counted.
-
-        `free` runs on the thread that makes `pull` terminal, or in this call if it is terminal
-        already. `free` must not block.
-        """
+    def hold(self, pull: Pull, peer: PeerHandle, blocks: int) -> None:
+        """Counts `blocks` of `peer` until `pull` is terminal."""
         with self._changed:
             self._blocks[peer.identity] += blocks
         count("transfer.quarantined", blocks=blocks)
-        pull.terminal.add_callback(lambda: self._end(peer.identity, blocks, free))
+        pull.terminal.add_callback(lambda: self._end(peer.identity, blocks))
         self._bound()
 
     @property
@@ -64,13 +60,12 @@ class Quarantine:
             over = not self._below()
             return not self._rebuilding and not (over and self._blocks[peer.identity])
 
-    def _end(self, identity: str, blocks: int, free: Callable[[], object]) -> None:
+    def _end(self, identity: str, blocks: int) -> None:
         with self._changed:
             self._blocks[identity] -= blocks
             if not self._blocks[identity]:
                 del self._blocks[identity]
             self._changed.notify_all()
-        free()
 
     def _below(self) -> bool:
         return self._blocks.total() < self._max

@@ -56,9 +56,6 @@ class Regions:
         self._regions: tuple[Region, ...] = ()
         self._lock = threading.Lock()
 
-    def __len__(self) -> int:
-        return len(self._regions)
-
     def __getitem__(self, number: int) -> Region:
         return self._regions[number]
 
@@ -121,20 +118,21 @@ def refusal(peer: str, sizes: tuple[int, ...], reads: Reads) -> PullFailed | Non
     return None if wrong is None else PullFailed("refused", f"{peer}: {wrong}")
 
 
-def outside(sizes: tuple[int, ...], region: int, offsets: Offsets, nbytes: int) -> str | None:
+def outside(
+    sizes: tuple[int, ...], region: int, offsets: Offsets, nbytes: int | Offsets
+) -> str | None:
     """Returns as text why pieces are not inside a region, or None if all are.
 
-    The pieces have `nbytes` each and begin at `offsets` of the region number `region`; `sizes` are
-    the sizes of all regions.
+    The pieces have `nbytes`, all or each, and begin at `offsets` of the region number `region`;
+    `sizes` are the sizes of all regions.
     """
     if not 0 <= region < len(sizes):
         return f"region {region} is not registered, {len(sizes)} are"
-    if not len(offsets):
+    wrong = (offsets < 0) | (offsets > sizes[region] - nbytes)
+    if not wrong.any():
         return None
-    low, high = int(np.min(offsets)), int(np.max(offsets))
-    if low < 0 or high > sizes[region] - nbytes:
-        return (
-            f"{nbytes} bytes at offset {low if low < 0 else high} are outside of region {region},"
-            f" which has {sizes[region]}"
-        )
-    return None
+    at = int(wrong.argmax())
+    return (
+        f"{np.broadcast_to(nbytes, offsets.shape)[at]} bytes at offset {offsets[at]} are outside"
+        f" of region {region}, which has {sizes[region]}"
+    )

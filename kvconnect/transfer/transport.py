@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from kvconnect.errors import PeerUnreachable, PullFailed
 from kvconnect.transfer.pull import Pull, Terminal
@@ -49,12 +49,10 @@ class Transport(ABC):
     `open`, `register`, `connect`, `rebuild` and `close` block, each for a bounded time.
 
     Attributes:
-        name: the name in settings, ``tcp`` or ``nixl``.
         quiescent_after_error: whether `Pull.terminal` is always set after a peer died or was cut
             off. If False, some pulls become terminal only with `rebuild`.
     """
 
-    name: ClassVar[str]
     quiescent_after_error: bool
 
     @abstractmethod

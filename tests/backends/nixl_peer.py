@@ -30,6 +30,14 @@ async def eventually(happens: Callable[[], Awaitable[object]], within_s: float =
         await asyncio.sleep(0.01)
 
 
+async def hits(kit, store, keys) -> bool:
+    """Whether all of `keys` are loaded; those that are, are right."""
+    into = kit.buffers(len(keys))
+    loaded = await store.load(keys, into)
+    assert all(map(kit.holds, into[:loaded], keys))
+    return loaded == len(keys)
+
+
 class _Instance:
     """What runs in the process: an answer for each command."""
 

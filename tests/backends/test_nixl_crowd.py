@@ -8,7 +8,7 @@ import secrets
 
 import pytest
 from crowd import Crowd
-from nixl_peer import NixlPeer, eventually
+from nixl_peer import NixlPeer, eventually, hits
 
 from kvconnect.backends import open_backend
 from kvconnect.testing import BlockMaker
@@ -25,13 +25,6 @@ async def reader(url: str):
         yield store
     finally:
         await store.close()
-
-
-async def hits(kit, store, keys) -> bool:
-    into = kit.buffers(len(keys))
-    loaded = await store.load(keys, into)
-    assert all(map(kit.holds, into[:loaded], keys))
-    return loaded == len(keys)
 
 
 async def opened(crowd: Crowd, number: int) -> None:
@@ -63,10 +56,10 @@ def url_of(tmp_path):
     ("kind", "again", "secret"),
     [
         ("channels", True, False),
-        ("data", False, False),
+        pytest.param("data", False, False, marks=pytest.mark.slow),
         pytest.param("data", True, False, marks=pytest.mark.slow),
         pytest.param("silent", True, False, marks=pytest.mark.slow),
-        ("stalled", True, True),
+        pytest.param("stalled", True, True, marks=pytest.mark.slow),
         pytest.param("stalled", False, True, marks=pytest.mark.slow),
     ],
 )

@@ -6,7 +6,7 @@ import asyncio
 import time
 
 import pytest
-from nixl_peer import NixlPeer, eventually
+from nixl_peer import NixlPeer, eventually, hits
 
 from kvconnect.backends import open_backend
 from kvconnect.testing import BlockMaker
@@ -69,13 +69,6 @@ async def misses(kit, store, keys) -> float:
     await asyncio.sleep(0.05)
     assert all(map(kit.untouched, into))
     return took
-
-
-async def hits(kit, store, keys) -> bool:
-    into = kit.buffers(len(keys))
-    loaded = await store.load(keys, into)
-    assert all(map(kit.holds, into[:loaded], keys))
-    return loaded == len(keys)
 
 
 def before_reading(monkeypatch, store, happens) -> None:

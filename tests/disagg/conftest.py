@@ -49,7 +49,7 @@ def start_one(llama: Path, transport: str) -> Iterator[Callable[..., EngineProce
 
     yield start_it
     for process in started:
-        process.kill()
+        process.end()
 
 
 @pytest.fixture(scope="session")

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import threading
 from collections.abc import Mapping
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from commanded import Commanded
 from networks import Host, end_with_parent
 from waiting import until
 
@@ -22,8 +21,6 @@ from kvconnect.connector.disagg.publisher import Publisher
 T = 16
 ANSWER = SamplingParams(max_tokens=10, ignore_eos=True)
 PREFILL = SamplingParams(max_tokens=0)
-
-_CONTEXT = multiprocessing.get_context("forkserver")
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
@@ -122,6 +119,7 @@ def held_by(llm: LLM) -> dict[str, int]:
         server = node.offers.server
         held |= {"leases": len(server.table), "leased bytes": server.table.total_nbytes}
         held |= {"waiting claims": len(server._waiting), "kept": len(node.offers._kept)}
+        held |= {"ended": len(node.offers._ended)}
     if (fetcher := node.fetcher) is not None:
         held |= {"claims": len(fetcher.claims), "fetches": len(fetcher._fetches)}
         held |= {"expected": len(fetcher._expected)}
@@ -157,7 +155,7 @@ class Gate:
         Publisher.layer_computed = self._publish  # type: ignore[method-assign]
 
 
-class EngineProcess:
+class EngineProcess(Commanded):
     """An engine in a process of its own, which does what it is told.
 
     Args:
@@ -174,31 +172,9 @@ class EngineProcess:
         environment: Mapping[str, str] | None = None,
         **more: Any,
     ) -> None:
-        self._pipe, there = _CONTEXT.Pipe()
         inside = None if host is None else host.holder.pid
-        args = (there, inside, dict(environment or {}), model, role, more)
-        self._process = _CONTEXT.Process(target=_serve, args=args)
-        self._process.start()
-        there.close()
-        self.address: str = self._take()
-
-    @property
-    def pid(self) -> int:
-        assert self._process.pid is not None
-        return self._process.pid
-
-    def call(self, name: str, *args: Any) -> Any:
-        self._pipe.send((name, args))
-        return self._take()
-
-    def _take(self) -> Any:
-        assert self._pipe.poll(60), "the engine's process says nothing"
-        kind, value = self._pipe.recv()
-        assert kind == "ok", value
-        return value
-
-    def signal(self, number: int) -> None:
-        os.kill(self.pid, number)
+        super().__init__(_Served, inside, dict(environment or {}), model, role, more)
+        self.address: str = self.ask("address")
 
     @property
     def port(self) -> int:
@@ -207,52 +183,39 @@ class EngineProcess:
 
     def aborts_within(self, seconds: float) -> bool:
         """Whether it is ended by SIGABRT, soon."""
-        self._process.join(seconds)
-        return self._process.exitcode == -signal.SIGABRT
+        self.process.join(seconds)
+        return self.process.exitcode == -signal.SIGABRT
 
-    def kill(self) -> None:
-        if self._process.is_alive():
-            self._process.kill()
-            os.kill(self.pid, signal.SIGCONT)
-        self._process.join(60)
-
-    def end(self) -> None:
-        """Ends it well."""
-        self._pipe.send(("end", ()))
-        self._process.join(60)
-        assert self._process.exitcode == 0
-
-
-def _serve(
-    pipe: Connection,
-    inside: int | None,
-    environment: dict[str, str],
-    model: Path,
-    role: str,
-    more: dict[str, Any],
-) -> None:
-    end_with_parent()
-    os.environ.update(environment)
-    if inside is not None:
-        Host.enter(inside)
-    with open_engine(model, role, **more) as llm:
-        served = _Served(llm)
-        pipe.send(("ok", "" if role == "decode" else address_of(llm)))
-        while True:
-            name, args = pipe.recv()
-            if name == "end":
-                break
-            try:
-                pipe.send(("ok", getattr(served, name)(*args)))
-            except Exception as error:  # noqa: BLE001  told to the test
-                pipe.send(("error", repr(error)))
+    def end_well(self) -> None:
+        """Closes the engine before its process ends."""
+        self.ask("close")
+        self.end()
 
 
 class _Served:
-    def __init__(self, llm: LLM) -> None:
-        self._llm = llm
+    """What runs in the process: an answer for each command."""
+
+    def __init__(
+        self,
+        inside: int | None,
+        environment: dict[str, str],
+        model: Path,
+        role: str,
+        more: dict[str, Any],
+    ) -> None:
+        end_with_parent()
+        os.environ.update(environment)
+        if inside is not None:
+            Host.enter(inside)
+        self._llm = open_engine(model, role, **more)
         self._handles: list[Any] = []
         self._gate: Gate | None = None
+
+    def address(self) -> str:
+        return address_of(self._llm)
+
+    def close(self) -> None:
+        self._llm.close()
 
     def submit(self, prompt: list[int], params: SamplingParams, carried: dict[str, Any]) -> None:
         self._handles.append(self._llm.submit(prompt, params, kv_transfer_params=carried))

@@ -15,7 +15,9 @@ from kvconnect.connector.disagg.fetch.landing import Landing
 from kvconnect.connector.disagg.fetch.load import Load
 from kvconnect.connector.disagg.fetch.pieces import FetchPlan, RemoteBlocks, cut_reads
 from kvconnect.connector.disagg.messages import FetchOrder
+from kvconnect.keys import Shard
 from kvconnect.layout import KvCacheLayout
+from kvconnect.shards import HeadSlice
 from kvconnect.transfer.control.messages import NOTHING_COMPUTED, Watermark
 from kvconnect.transfer.leases.held import HeldLease
 from kvconnect.transfer.reads import Reads
@@ -26,7 +28,8 @@ LAYOUT = KvCacheLayout(LAYERS, 1, 4, 4, T, torch.float32)
 NUM_BLOCKS = 10
 IDS = [7, 3, 11, 5, 4, 9, 2, 6, 8, 1]
 ORDER = FetchOrder(1, "name", "host:1", 2 * T, 12 * T - 3, (2,), (IDS,), overlaps=True)
-REMOTE = [RemoteBlocks(5, 0, tuple(range(100, 112)))]
+REMOTE = [RemoteBlocks(5, 0, tuple(range(100, 112)), LAYOUT)]
+HEADS = {0: HeadSlice(Shard(), slice(0, 1), slice(0, 1))}
 
 
 class Peer:
@@ -36,7 +39,7 @@ class Peer:
         self.now = 10.0
         self.lease = HeldLease("name", 1, clock=lambda: self.now)
         self.claim = SimpleNamespace(lease=self.lease, mark=NOTHING_COMPUTED)
-        self.plan = FetchPlan(ORDER, (LAYOUT,), (0,))
+        self.plan = FetchPlan(ORDER, (LAYOUT,), (0,), HEADS)
         self.arrivals = Arrivals(ORDER, self.plan, self.claim)
         self.known = NOTHING_COMPUTED
         self._seq = 0

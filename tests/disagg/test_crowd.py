@@ -11,9 +11,8 @@ from engines import hand_over, leaks_nothing, node_of, prompt_of, until
 from kvconnect.transfer import acceptor
 
 
-@pytest.mark.parametrize(
-    "again", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["idle", "again"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("again", [False, True], ids=["idle", "again"])
 def test_a_crowd_keeps_no_decode_out(again, open_one, answer_of):
     """Of peers that know the model, without a secret: each is let in."""
     prefill, decode = open_one("prefill"), open_one("decode")

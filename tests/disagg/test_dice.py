@@ -19,6 +19,7 @@ from engines import (
     PREFILL,
     address_of,
     hands_out,
+    held_by,
     leaks_nothing,
     node_of,
     open_engine,
@@ -183,26 +184,7 @@ def run(prefill, decode, rng, count, *, at_once=8):
 def nothing_is_left(prefill, decode):
     """Of any request, on both sides, in the books of leaders, workers and threads."""
     leaks_nothing(decode, prefill)
-    ours, theirs = node_of(prefill), node_of(decode)
-    fetcher, offers = theirs.fetcher, ours.offers
-    until(lambda: not (fetcher._fetches or fetcher.claims or fetcher._expected or fetcher._handles))
-    until(lambda: not len(theirs.client))
-    until(lambda: not len(offers.server.table))
-    until(lambda: not (offers._kept or offers.server._waiting or offers._ended))
-    assert fetcher._flying_nbytes == 0
-    assert fetcher._quarantine.quarantined == 0
-    assert [one.users for one in theirs.peers._links.values() if one.users] == []
-    leaders = [llm._engine._connector._scheduler for llm in (prefill, decode)]
-    for leader in leaders:
-        book = leader._published
-        until(lambda book=book: not (book._prompts or book._results))
-        assert not leader._fetched._fetches
-        assert not leader._plans
-    workers = [llm._engine._connector._worker for llm in (prefill, decode)]
-    for worker in workers:
-        assert not worker._shared
-        assert not worker._leaving
-        assert not worker._publisher._shared
+    until(lambda: not held_by(prefill) and not held_by(decode))
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,6 @@ from engines import (
     result_of,
     until,
 )
-from own_process import own_process
 
 from kvconnect import (
     LLM,
@@ -50,36 +49,42 @@ def submit_both(prefill, decode, prompt, transfer_id, computing=PREFILL):
     return prefill.submit(prompt, computing, kv_transfer_params=here), reading
 
 
-@pytest.mark.parametrize("what", ["id", "nobody"])
-def test_what_is_not_there_is_computed(what, open_one, answer_of, counted):
+@pytest.fixture(scope="module", params=["tcp", pytest.param("nixl", marks=pytest.mark.slow)])
+def pair(request, llama):
+    """A prefill and a decode for the tests that end neither; each has prompts of its own."""
+    transfer = {"transport": request.param, "lease_s": 60.0}
+    with (
+        open_engine(llama, "prefill", max_num_tokens=48, transfer=transfer) as prefill,
+        open_engine(llama, "decode", transfer=transfer) as decode,
+    ):
+        yield prefill, decode
+
+
+def test_what_is_not_there_is_computed(open_one, answer_of, counted):
     prefill = open_one("prefill", transfer={"claim_timeout_s": 0.2, "lease_s": 0.5})
     decode = open_one("decode", transfer={"claim_timeout_s": 0.2})
-    changed = {"transfer_id": "of nothing"}
-    if what == "nobody":
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            changed = {"address": f"127.0.0.1:{server.getsockname()[1]}"}
-    assert hand_over(prefill, decode, PROMPT, **changed) == (answer_of(PROMPT), 0)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        nobody = f"127.0.0.1:{server.getsockname()[1]}"
+    for seed, changed in enumerate(({"transfer_id": "of nothing"}, {"address": nobody})):
+        prompt = prompt_of(100, seed)
+        assert hand_over(prefill, decode, prompt, **changed) == (answer_of(prompt), 0)
     assert counted["transfer.fetched"] == 0
     leaks_nothing(prefill, decode)
 
 
-@pytest.mark.parametrize("what", ["salt", "prompt"])
-def test_a_prefill_of_another_salt_or_prompt_is_not_waited_for(what, open_one, answer_of):
+def test_a_prefill_of_another_salt_or_prompt_is_not_waited_for(open_one, answer_of):
     """It has computed the transfer of that id: nothing else comes of it."""
     prefill, decode = open_one("prefill"), open_one("decode")  # they wait for 120 s
-    if what == "salt":
-        assert hand_over(prefill, decode, PROMPT, cache_salt="another") == (answer_of(PROMPT), 0)
-    else:
-        asked = [*PROMPT[:-2], 7, 7]
-        assert hand_over(prefill, decode, PROMPT, asked=asked) == (answer_of(asked), 0)
+    asked = [*PROMPT[:-2], 7, 7]
+    assert hand_over(prefill, decode, PROMPT, cache_salt="another") == (answer_of(PROMPT), 0)
+    assert hand_over(prefill, decode, PROMPT, asked=asked) == (answer_of(asked), 0)
 
 
 def test_a_piece_that_could_not_be_asked_for_does_not_count_as_read(
-    open_one, answer_of, counted, monkeypatch
+    pair, answer_of, counted, monkeypatch
 ):
     """Whatever is raised on the way: the fetch fails, and its prompt is computed."""
-    prefill, decode = open_one("prefill"), open_one("decode")
-    start, calls = Fetcher._start, itertools.count()
+    start, calls, prompt = Fetcher._start, itertools.count(), prompt_of(100, 12)
 
     def failing(*args):
         if next(calls) == 0:
@@ -87,9 +92,9 @@ def test_a_piece_that_could_not_be_asked_for_does_not_count_as_read(
         return start(*args)
 
     monkeypatch.setattr(Fetcher, "_start", failing)
-    assert hand_over(prefill, decode, PROMPT) == (answer_of(PROMPT), 0)
+    assert hand_over(*pair, prompt) == (answer_of(prompt), 0)
     assert (counted["transfer.fetch.error"], counted["transfer.fetched"]) == (1, 0)
-    leaks_nothing(prefill, decode)
+    leaks_nothing(*pair)
 
 
 @pytest.mark.parametrize(
@@ -143,13 +148,13 @@ def test_a_secret_is_never_shown():
     assert "12345" not in str(caught.value)
 
 
-@own_process
 def test_a_port_that_is_taken_is_an_error_at_start(llama, transport):
+    before = set(threading.enumerate())
     with socket.create_server(("127.0.0.1", 0)) as server:
         listen = {"listen": f"127.0.0.1:{server.getsockname()[1]}", "transport": transport}
         with pytest.raises(ConfigurationError, match="is taken"):
             open_engine(llama, "both", transfer=listen)
-    until(lambda: threading.active_count() == 1)
+    until(lambda: before >= set(threading.enumerate()))
 
 
 def test_one_prefill_by_two_names_is_read_by_both(open_one, answer_of, counted):
@@ -184,15 +189,15 @@ def test_other_weights_are_refused(model_of, llama, open_one, answer_of, counted
     leaks_nothing(prefill, decode)
 
 
-def test_what_its_reader_let_go_of_before_it_was_computed_is_not_kept(open_one):
-    prefill, decode = open_one("prefill", transfer={"lease_s": 60}), open_one("decode")
+def test_what_its_reader_let_go_of_before_it_was_computed_is_not_kept(pair):
+    prefill, decode = pair
+    prompt = prompt_of(100, 13)
     here, there = hands_out(address_of(prefill), "let go")
-    reading = decode.submit(PROMPT, ANSWER, kv_transfer_params=there)
+    reading = decode.submit(prompt, ANSWER, kv_transfer_params=there)
     until(lambda: is_claimed(prefill))
     reading.abort()
     until(lambda: not is_claimed(prefill))
-    prefill.submit(PROMPT, PREFILL, kv_transfer_params=here).result(60)
-    until(lambda: prefill.stats().free_blocks == prefill.stats().max_blocks)
+    prefill.submit(prompt, PREFILL, kv_transfer_params=here).result(60)
     leaks_nothing(prefill, decode)
 
 
@@ -244,10 +249,10 @@ def test_a_reader_that_comes_too_late_computes(open_one, answer_of):
     leaks_nothing(decode)
 
 
-def test_the_reader_aborts_while_it_reads(open_one, stop_at):
-    prefill, decode = open_one("prefill", max_num_tokens=48), open_one("decode")
+def test_the_reader_aborts_while_it_reads(pair, stop_at):
+    prefill, decode = pair
     gate = stop_at(5)
-    computing, reading = submit_both(prefill, decode, PROMPT, "aborted")
+    computing, reading = submit_both(prefill, decode, prompt_of(100, 14), "aborted")
     assert gate.reached.wait(60)
     until(lambda: node_of(decode).fetcher._fetches)
     reading.abort()
@@ -258,28 +263,36 @@ def test_the_reader_aborts_while_it_reads(open_one, stop_at):
 
 
 @pytest.mark.parametrize("layer_calls", [5, 9])
-def test_the_prefill_is_aborted_while_it_is_read(layer_calls, open_one, answer_of, stop_at):
+def test_the_prefill_is_aborted_while_it_is_read(layer_calls, pair, answer_of, stop_at):
     """In the middle, and when all of it was read: its blocks go with it."""
-    prefill, decode = open_one("prefill", max_num_tokens=48), open_one("decode")
-    gate = stop_at(layer_calls)
+    prefill, decode = pair
+    gate, prompt = stop_at(layer_calls), prompt_of(100, 15 + layer_calls)
     aborted = PREFILL.model_copy(update={"max_tokens": 8})
-    computing, reading = submit_both(prefill, decode, PROMPT, "aborted", aborted)
+    computing, reading = submit_both(prefill, decode, prompt, f"aborted {layer_calls}", aborted)
     assert gate.reached.wait(60)
     until(lambda: node_of(decode).fetcher._fetches)
     if layer_calls == 9:
         layout = decode.layout
-        blocks = -(-len(PROMPT) // layout.tokens_per_block)
+        blocks = -(-len(prompt) // layout.tokens_per_block)
         until(lambda: nbytes_read(decode) == blocks * layout.block_nbytes)
     computing.abort()
     gate.open()
-    assert result_of(reading) == (answer_of(PROMPT), 0)
+    assert result_of(reading) == (answer_of(prompt), 0)
     leaks_nothing(prefill, decode)
 
 
-def test_the_prefill_closes_while_it_is_read(open_one, answer_of, stop_at):
+def test_either_side_closes_while_the_reader_reads(open_one, answer_of, stop_at):
     prefill, decode = open_one("prefill", max_num_tokens=48), open_one("decode")
     gate = stop_at(5)
-    _, reading = submit_both(prefill, decode, PROMPT, "closed")
+    computing, _ = submit_both(prefill, decode, prompt_of(100, 1), "closed")
+    assert gate.reached.wait(60)
+    decode.close()
+    gate.open()
+    computing.result(60)
+    leaks_nothing(prefill)
+
+    decode, gate = open_one("decode"), stop_at(5)
+    _, reading = submit_both(prefill, decode, PROMPT, "closes")
     assert gate.reached.wait(60)
     closing = threading.Thread(target=prefill.close)
     closing.start()
@@ -289,26 +302,15 @@ def test_the_prefill_closes_while_it_is_read(open_one, answer_of, stop_at):
     leaks_nothing(decode)
 
 
-def test_the_reader_closes_while_it_reads(open_one, stop_at):
-    prefill, decode = open_one("prefill", max_num_tokens=48), open_one("decode")
-    gate = stop_at(5)
-    computing, _ = submit_both(prefill, decode, PROMPT, "closed")
-    assert gate.reached.wait(60)
-    decode.close()
-    gate.open()
-    computing.result(60)
-    leaks_nothing(prefill)
-
-
-def test_a_prefill_that_does_not_go_on_is_not_waited_for(open_one, answer_of, stop_at):
-    prefill = open_one("prefill", max_num_tokens=48)
-    decode = open_one("decode", transfer={"claim_timeout_s": 1.0})
-    gate = stop_at(5)
-    _, reading = submit_both(prefill, decode, PROMPT, "stuck")
-    assert gate.reached.wait(60)
-    assert result_of(reading)[0] == answer_of(PROMPT)
-    gate.open()
-    leaks_nothing(prefill, decode)
+def test_a_prefill_that_does_not_go_on_is_not_waited_for(pair, llama, answer_of, stop_at):
+    prefill, gate, prompt = pair[0], stop_at(5), prompt_of(100, 16)
+    transfer = {"transport": node_of(prefill).config.transport, "claim_timeout_s": 0.5}
+    with open_engine(llama, "decode", transfer=transfer) as decode:
+        _, reading = submit_both(prefill, decode, prompt, "stuck")
+        assert gate.reached.wait(60)
+        assert result_of(reading)[0] == answer_of(prompt)
+        gate.open()
+        leaks_nothing(prefill, decode)
 
 
 @pytest.mark.planted("request-reset", "transfer", "equal")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,7 @@ from kvconnect.connector.disagg.fetch import fetcher as module
 from kvconnect.connector.disagg.fetch.claim_book import ClaimBook
 from kvconnect.connector.disagg.fetch.fetcher import Fetcher
 from kvconnect.connector.disagg.fetch.load import Load
-from kvconnect.connector.disagg.fetch.part import Part
+from kvconnect.connector.disagg.fetch.part import FetchSettings, Part
 from kvconnect.connector.disagg.fetch.sources import Source
 from kvconnect.connector.disagg.messages import FetchOrder
 from kvconnect.keys import Shard
@@ -28,6 +29,7 @@ from kvconnect.transfer.reads import Reads
 from kvconnect.transfer.transport import PeerHandle
 
 LAYOUT = KvCacheLayout(2, 1, 4, 4, T, torch.float32)
+SETTINGS = FetchSettings((LAYOUT,), {0: torch.empty(0)}, 20.0, 20.0, 1e6)
 ORDER = FetchOrder(7, "name", "host:1", 0, 40, (0,), ([1, 2, 3],))
 
 
@@ -57,11 +59,7 @@ def fetcher(links):
     fetcher = Fetcher(
         None,
         ClaimBook(LeaseClient(), links, stored_heads((LAYOUT,), Shard())),
-        layouts=(LAYOUT,),
-        regions=(0,),
-        load_s=20.0,
-        idle_s=20.0,
-        min_bytes_per_s=1e6,
+        SETTINGS,
         quarantine=Quarantine(4, lambda: None),
     )
     yield fetcher
@@ -216,11 +214,8 @@ def test_what_was_read_in_time_is_valid_before_the_other_side_is_told(links, in_
         links.link,
         pull=None,
         compare=None,
-        layouts=(LAYOUT,),
-        regions=(0,),
+        settings=replace(SETTINGS, load_s=float("inf")),
         source=Source(0, 1, {}),
-        idle_s=20.0,
-        deadline=float("inf"),
     )
     part.advance()
     part.release(Client())

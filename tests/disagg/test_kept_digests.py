@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from engines import ANSWER, PREFILL, T, hand_over, leaks_nothing, node_of, prompt_of, until
+from engines import ANSWER, PREFILL, T, leaks_nothing, node_of, prompt_of, until
 
 from kvconnect.transfer.tcp.stream import Stream
 
@@ -70,17 +70,3 @@ def test_blocks_that_are_written_while_a_lease_keeps_them_are_computed_instead(
     assert sent
     assert output.reused_store_tokens == 0
     assert output.output_token_ids == alone.output_token_ids
-
-
-def test_a_prompt_in_blocks_that_another_one_had_is_read_right(pair, open_one, sent):
-    """Each block of the pool is used again: by other prompts, under other leases."""
-    prefill, decode = pair
-    alone = open_one(None)
-    for seed in range(8):
-        prompt = prompt_of(9 * T + 3, seed)
-        (expected,) = alone.generate([prompt], ANSWER)
-        assert hand_over(prefill, decode, prompt) == (
-            list(expected.output_token_ids),
-            len(prompt) - 1,
-        )
-        until(lambda: not node_of(prefill).transport._kept._live)

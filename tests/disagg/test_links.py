@@ -11,8 +11,7 @@ from engines import until
 
 from kvconnect.errors import ConfigurationError, RetryLater
 from kvconnect.transfer import peers as module
-from kvconnect.transfer.control.endpoint import Timing
-from kvconnect.transfer.control.events import Connected, Disconnected
+from kvconnect.transfer.control.endpoint import Connected, Disconnected, Timing
 from kvconnect.transfer.control.keyed import FindKeys, FoundKeys
 from kvconnect.transfer.peers import Peers
 

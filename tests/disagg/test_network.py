@@ -91,32 +91,32 @@ class Pair:
 
     def compute(self, prompt: list[int]) -> dict[str, object]:
         """What a decode needs to fetch `prompt`, which the prefill has computed."""
-        self.prefill.call("submit", prompt, PREFILL, {"do": "prefill"})
-        _, _, carried = self.prefill.call("result")
+        self.prefill.ask("submit", prompt, PREFILL, {"do": "prefill"})
+        _, _, carried = self.prefill.ask("result")
         return dict(carried)
 
     def begin_read(self) -> float:
         """Has the decode read the prompt; returns a moment of which the read is half over."""
         carried = self.compute(PROMPT)
         before = self.network.decode.nbytes_received()
-        self.decode.call("submit", PROMPT, ANSWER, carried)
+        self.decode.ask("submit", PROMPT, ANSWER, carried)
         until(lambda: self.network.decode.nbytes_received() - before > 16e6)
         return time.monotonic()
 
     def answers(self) -> tuple[list[int], int]:
         """What the decode answers, and how many tokens of it were fetched."""
-        tokens, fetched, _ = self.decode.call("result")
+        tokens, fetched, _ = self.decode.ask("result")
         return tokens, fetched
 
     def fetches_again(self, seed: int = 1) -> bool:
         """Whether another prompt is fetched now."""
         prompt = prompt_of(100, seed)
-        self.decode.call("submit", prompt, ANSWER, self.compute(prompt))
+        self.decode.ask("submit", prompt, ANSWER, self.compute(prompt))
         return self.answers()[1] == 99
 
     def end(self) -> None:
         for engine in self._started:
-            engine.kill()
+            engine.end()
 
 
 @pytest.fixture(params=["tcp", "nixl"])
@@ -128,12 +128,12 @@ def pair(request, wide, network) -> Iterator[Pair]:
 
 def holds_nothing(engine: EngineProcess) -> None:
     """Every block, lease and read of `engine` comes to an end."""
-    held = engine.call("held")
+    held = engine.ask("held")
     end = time.monotonic() + 60
     while held:
         assert time.monotonic() < end, held
         time.sleep(0.02)
-        held = engine.call("held")
+        held = engine.ask("held")
 
 
 slow = pytest.mark.slow
@@ -169,7 +169,7 @@ def test_a_partition_that_is_healed_later(pair, wide):
 @slow
 def test_the_prefill_dies_while_it_is_read(pair, wide):
     killed = pair.begin_read()
-    pair.prefill.kill()
+    pair.prefill.end()
     assert pair.answers() == (wide.answer, 0)
     assert time.monotonic() - killed < 60
     holds_nothing(pair.decode)
@@ -182,7 +182,7 @@ def test_the_prefill_dies_while_it_is_read(pair, wide):
 @slow
 def test_the_reader_dies_while_it_reads(pair, wide):
     killed = pair.begin_read()
-    pair.decode.kill()
+    pair.decode.end()
     holds_nothing(pair.prefill)
     assert time.monotonic() - killed < 60
     pair.decode = pair.start("decode")
@@ -214,8 +214,8 @@ def test_the_reader_is_frozen_for_longer_than_its_lease(pair, wide):
     pair.decode.signal(signal.SIGSTOP)
     holds_nothing(pair.prefill)
     for seed in (1, 2):
-        pair.prefill.call("submit", prompt_of(LENGTH - 100, seed), PREFILL, {"of": "others"})
-        pair.prefill.call("result")
+        pair.prefill.ask("submit", prompt_of(LENGTH - 100, seed), PREFILL, {"of": "others"})
+        pair.prefill.ask("result")
     pair.decode.signal(signal.SIGCONT)
     assert pair.answers() == (wide.answer, 0)
     holds_nothing(pair.decode)

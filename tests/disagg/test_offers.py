@@ -14,7 +14,7 @@ def offers():
         lambda: None, max_lease_total=100, lease_s=20.0, max_idle_s=20.0, claim_wait_s=20.0
     )
     yield offers
-    offers.close()
+    offers.server.close()
 
 
 def answer(offers):
@@ -41,7 +41,7 @@ def test_the_end_of_a_lease_is_told_before_its_blocks_are_freed():
     offers.end(1, key)
     offers.server.table.release(key, "reader")
     offers.server.reap()
-    offers.close()
+    offers.server.close()
     assert said == [key.epoch, "freed"]
     assert not offers.server.table.is_claimed(key)
 

@@ -32,25 +32,26 @@ def decode(open_one):
 def read(process, decode, *, stop_at, transfer_id):
     """A prompt that `process` computes up to a layer, and that `decode` reads meanwhile."""
     here, there = hands_out(process.address, transfer_id)
-    process.call("stop_at", stop_at)
+    process.ask("stop_at", stop_at)
     handle = decode.submit(PROMPT, ANSWER, kv_transfer_params=there)
-    process.call("submit", PROMPT, PREFILL, here)
-    assert process.call("wait_stopped")
+    until(lambda: process.ask("held").get("waiting claims"))
+    process.ask("submit", PROMPT, PREFILL, here)
+    assert process.ask("wait_stopped")
     until(lambda: node_of(decode).fetcher._fetches)
     return handle
 
 
 def test_the_prefill_is_killed_and_starts_again(start_one, decode, answer_of):
     process = start_one("prefill", max_num_tokens=48, **QUICK)
-    process.call("submit", PROMPT[:50], PREFILL, {"do": "prefill"})
-    _, _, carried = process.call("result")
+    process.ask("submit", PROMPT[:50], PREFILL, {"do": "prefill"})
+    _, _, carried = process.ask("result")
     (output,) = decode.generate([PROMPT[:50]], ANSWER, kv_transfer_params=carried)
     assert list(output.output_token_ids) == answer_of(PROMPT[:50])
     assert output.reused_store_tokens == 49
 
     handle = read(process, decode, stop_at=5, transfer_id="killed")
     until(lambda: nbytes_read(decode) > 0)
-    process.kill()
+    process.end()
     killed = time.monotonic()
     output = handle.result(60)
     assert list(output.output_token_ids) == answer_of(PROMPT)
@@ -65,15 +66,15 @@ def test_the_prefill_is_killed_and_starts_again(start_one, decode, answer_of):
     def fetched() -> bool:
         """Once the decode has tried the address again, which it does after ever longer pauses."""
         prompt = prompt_of(80, seed=next(seeds))
-        again.call("submit", prompt, PREFILL, {"do": "prefill"})
-        _, _, carried = again.call("result")
+        again.ask("submit", prompt, PREFILL, {"do": "prefill"})
+        _, _, carried = again.ask("result")
         (output,) = decode.generate([prompt], ANSWER, kv_transfer_params=carried)
         assert list(output.output_token_ids) == answer_of(prompt)
         return output.reused_store_tokens == 79
 
     until(fetched)
     leaks_nothing(decode)
-    again.end()
+    again.end_well()
 
 
 def test_the_prefill_freezes_and_wakes(start_one, decode, answer_of):
@@ -87,10 +88,10 @@ def test_the_prefill_freezes_and_wakes(start_one, decode, answer_of):
         leaks_nothing(decode)
     process.signal(signal.SIGCONT)
     leaks_nothing(decode)
-    process.call("go_on")
-    process.call("result")
-    until(lambda: process.call("stats").free_blocks == process.call("stats").max_blocks)
-    process.end()
+    process.ask("go_on")
+    process.ask("result")
+    until(lambda: process.ask("stats").free_blocks == process.ask("stats").max_blocks)
+    process.end_well()
 
 
 def test_the_reader_is_killed_while_it_reads(start_one, open_one, stop_at):
@@ -98,11 +99,11 @@ def test_the_reader_is_killed_while_it_reads(start_one, open_one, stop_at):
     process = start_one("decode")
     here, there = hands_out(address_of(prefill), "killed")
     gate = stop_at(5)
-    process.call("submit", PROMPT, ANSWER, there)
+    process.ask("submit", PROMPT, ANSWER, there)
     computing = prefill.submit(PROMPT, PREFILL, kv_transfer_params=here)
     assert gate.reached.wait(60)
     until(lambda: node_of(prefill).offers.server.table._live)
-    process.kill()
+    process.end()
     gate.open()
     computing.result(60)
     ended = time.monotonic()

@@ -137,31 +137,31 @@ def test_ranks_hand_out_states_until_they_are_killed(ours, theirs, family, start
             for number, prompt in enumerate(prompts):
                 here, there = carried(f"{turn}-{number}")
                 if turn % 2:  # read while it is computed
-                    decode.call("submit", prompt, params, there)
-                    prefill.call("submit", prompt, PREFILL, here)
+                    decode.ask("submit", prompt, params, there)
+                    prefill.ask("submit", prompt, PREFILL, here)
                 else:
-                    prefill.call("submit", prompt, PREFILL, {"do": "prefill"})
-                    _, _, there = prefill.call("result")
-                    decode.call("submit", prompt, params, there)
+                    prefill.ask("submit", prompt, PREFILL, {"do": "prefill"})
+                    _, _, there = prefill.ask("result")
+                    decode.ask("submit", prompt, params, there)
             for answer in expected:
-                found, reused, _ = decode.call("result")
+                found, reused, _ = decode.ask("result")
                 assert found == answer
                 fetched += reused
                 if turn % 2:
-                    prefill.call("result")
+                    prefill.ask("result")
             known += [[*one, *more] for one, more in zip(prompts, expected, strict=True)]
         last = list(map(int, rng.integers(9, 12, 100)))  # no prefix of it is known
         (answer,) = tokens(fresh.generate([last], params))
     assert fetched > 0
     for process in (prefill, decode):
-        until(lambda one=process: one.call("held").keys() <= {"users of links"})
+        until(lambda one=process: one.ask("held").keys() <= {"users of links"})
 
     here, there = carried("killed")
-    prefill.call("stop_at", 3)  # within the second chunk
-    decode.call("submit", last, params, there)
-    prefill.call("submit", last, PREFILL, here)
-    assert prefill.call("wait_stopped")
-    prefill.kill()
-    assert decode.call("result")[:2] == (answer, 0)
-    until(lambda: decode.call("held").keys() <= {"users of links"})
-    decode.end()
+    prefill.ask("stop_at", 3)  # within the second chunk
+    decode.ask("submit", last, params, there)
+    prefill.ask("submit", last, PREFILL, here)
+    assert prefill.ask("wait_stopped")
+    prefill.end()
+    assert decode.ask("result")[:2] == (answer, 0)
+    until(lambda: decode.ask("held").keys() <= {"users of links"})
+    decode.end_well()

@@ -16,7 +16,6 @@ from engines import (
     hands_out,
     held_by,
     leaks_nothing,
-    nbytes_read,
     prompt_of,
     result_of,
     until,
@@ -233,28 +232,7 @@ def test_engines_with_blocks_of_other_sizes_share_no_states(tiny, open_one, gene
     leaks_nothing(prefill, decode)
 
 
-# ---------------------------------------------------------------- processes
-
-
-def test_the_prefill_is_killed(start_one, tiny, open_one, generated):
-    decode = open_one("decode", tiny("qwen3_next"))
-    process = start_one("prefill", tiny("qwen3_next"), max_num_tokens=48)
-    prompt = prompt_of(50)
-    process.call("submit", prompt, PREFILL, {"do": "prefill"})
-    _, _, carried = process.call("result")
-    assert answered(decode, prompt, carried) == (generated(prompt), 48)
-
-    prompt = prompt_of(100)
-    here, there = hands_out(process.address, "killed")
-    process.call("stop_at", 3)  # of two attention layers, in the second chunk
-    handle = decode.submit(prompt, ANSWER, kv_transfer_params=there)
-    process.call("submit", prompt, PREFILL, here)
-    assert process.call("wait_stopped")
-    until(lambda: nbytes_read(decode) > 0)
-    process.kill()
-    tokens, fetched = result_of(handle)
-    assert (tokens, fetched) == (generated(prompt), 0)
-    leaks_nothing(decode)
+# ---------------------------------------------------------------- ranks
 
 
 @pytest.mark.slow
@@ -270,14 +248,14 @@ def test_ranks_read_the_states_of_the_first_rank(ours, theirs, tiny, start_one, 
     decode = start_one("decode", tiny("qwen3_next"), tensor_parallel_size=ours)
     for length in LENGTHS:
         prompt = prompt_of(length)
-        prefill.call("submit", prompt, PREFILL, {"do": "prefill"})
-        _, _, carried = prefill.call("result")
-        decode.call("submit", prompt, ANSWER, carried)
-        tokens, fetched, _ = decode.call("result")
+        prefill.ask("submit", prompt, PREFILL, {"do": "prefill"})
+        _, _, carried = prefill.ask("result")
+        decode.ask("submit", prompt, ANSWER, carried)
+        tokens, fetched, _ = decode.ask("result")
         assert (tokens, fetched) == (generated(prompt), whole(length))
     for process in (prefill, decode):
-        until(lambda one=process: one.call("held").keys() <= {"users of links"})
-        process.end()
+        until(lambda one=process: one.ask("held").keys() <= {"users of links"})
+        process.end_well()
 
 
 # ---------------------------------------------------------------- pools

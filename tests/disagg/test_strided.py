@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
@@ -16,10 +14,7 @@ from kvconnect.errors import ConfigurationError
 from kvconnect.keys import Shard
 from kvconnect.layout import KvCacheLayout
 from kvconnect.shards import StoredHeads
-from kvconnect.transfer.nixl import NixlTransport
 from kvconnect.transfer.reads import Reads
-from kvconnect.transfer.tcp.transport import TcpTransport
-from kvconnect.transfer.transport import Transport
 
 LAYERS = 3
 
@@ -149,48 +144,3 @@ def test_ranks_listen_one_port_after_the_other() -> None:
     assert address_of_rank("[::1]:7000", 3) == "[::1]:7003"
     with pytest.raises(ConfigurationError, match="no port for rank 8"):
         address_of_rank("host:65530", 8)
-
-
-@pytest.fixture(params=["tcp", "nixl"])
-def transports(request: pytest.FixtureRequest) -> Iterator[list[Transport]]:
-    kind = TcpTransport if request.param == "tcp" else NixlTransport
-    made: list[Transport] = [kind(), kind()]
-    for one in made:
-        one.open()
-    yield made
-    for one in made:
-        one.close()
-
-
-@pytest.mark.parametrize(("theirs", "ours"), [((1, 16), (2, 64)), ((4, 64), (2, 16))])
-def test_both_transports_carry_it(
-    transports: list[Transport], theirs: tuple[int, int], ours: tuple[int, int]
-) -> None:
-    their_size, their_tokens = theirs
-    our_size, our_tokens = ours
-    reader, source = transports
-    end, dims = 150, (4, 4)
-    own = StoredHeads(layout(4 // our_size, our_tokens, dims), Shard(1, our_size), 4)
-    near = list(range(-(-end // our_tokens)))[::-1]
-    local = pool_of(own.layout, len(near))
-    mine = reader.register(torch.from_numpy(local))
-    one = layout(4 // their_size, their_tokens, dims)
-    far = list(range(1, 1 + -(-end // their_tokens)))
-    for rank in sources([own], their_size):
-        part = rank.heads[0]
-        held = range(rank.rank * one.num_kv_heads, (rank.rank + 1) * one.num_kv_heads)
-        region = source.register(torch.from_numpy(filled(one, far, 0, held, end)))
-        peer = reader.connect(source.local())
-        for reads in strided_reads(
-            BlockRun(region, one, part.source, 0, far),
-            BlockRun(mine, own.layout, part.target, 0, near),
-            tokens=range(end),
-            layers=range(LAYERS),
-        ):
-            reader.pull(peer, reads, deadline_s=60).done.result(60)
-    held = range(own.layout.num_kv_heads, 2 * own.layout.num_kv_heads)
-    for number, block in enumerate(near):
-        for plane, part in enumerate(rows(local, own.layout, block)):
-            for at in range(min(our_tokens, end - number * our_tokens)):
-                token = number * our_tokens + at
-                assert (part[:, at] == expected(token, held, plane, 4)).all()

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import random
 import re
-import sys
-from pathlib import Path
 
 import pytest
 from engines import ANSWER, PREFILL, leaks_nothing, prompt_of
+from tampering import TO_CLIENT, TO_SERVER, FlippedBit, Relay, Tampering, flip
 
 from kvconnect.connector.disagg.fetch.fetcher import Fetcher
-
-sys.path.append(str(Path(__file__).parents[1] / "transfer"))
-from tampering import TO_CLIENT, TO_SERVER, FlippedBit, Relay, Tampering, flip
 
 BETWEEN = "127.0.0.2"
 """Where the reader believes the other engine to be."""
@@ -62,10 +58,10 @@ class Between:
         return self.control(way, number, frame)
 
 
-@pytest.fixture(params=[None, "correct horse battery staple"], ids=["no secret", "secret"])
-def pair(request, llama, start_one, open_one):
+@pytest.fixture
+def pair(llama, start_one, open_one):
     """A prefill engine in another process, a decode engine here, and what is between them."""
-    shared = {"secret": request.param, "lease_s": 2.0, "claim_timeout_s": 1.5}
+    shared = {"secret": "correct horse battery staple", "lease_s": 2.0, "claim_timeout_s": 1.0}
     prefill = start_one("prefill", transfer=shared | {"advertise": f"{BETWEEN}:0"})
     decode = open_one("decode", transfer=shared)
     between = Between(prefill.port)
@@ -80,8 +76,8 @@ def transport():
 
 def handed_over(prefill, decode, prompt):
     """What the decode answers, and how many tokens of the prefill it used."""
-    prefill.call("submit", prompt, PREFILL, {"do": "prefill"})
-    _, _, carried = prefill.call("result")
+    prefill.ask("submit", prompt, PREFILL, {"do": "prefill"})
+    _, _, carried = prefill.ask("result")
     assert carried["address"].startswith(BETWEEN)
     (output,) = decode.generate([prompt], ANSWER, kv_transfer_params=carried)
     return list(output.output_token_ids), output.reused_store_tokens
@@ -94,7 +90,7 @@ def test_no_changed_bit_of_a_block_is_used(pair, answer_of, counted):
     prompt = prompt_of(100, 0)
     assert handed_over(prefill, decode, prompt) == (answer_of(prompt), 99)
     nbytes = counted["transfer.pull.bytes"]
-    for seed in range(1, 9):
+    for seed in range(1, 4):
         prompt = prompt_of(100, seed)
         bit = rng.randrange(8 * ANSWER_HEAD, 8 * (ANSWER_HEAD + nbytes))
         between.data.change = FlippedBit(TO_CLIENT, bit)
@@ -104,14 +100,14 @@ def test_no_changed_bit_of_a_block_is_used(pair, answer_of, counted):
     leaks_nothing(decode)
 
 
-@pytest.mark.parametrize(("how", "frames"), [("flip", 3), ("drop", 1)])
-def test_no_changed_message_changes_an_answer(how, frames, pair, answer_of):
+def test_no_changed_message_changes_an_answer(pair, answer_of):
     """Claim, grant and what follows, one after the other; a message that is missing, too."""
     prefill, decode, between = pair
     handed_over(prefill, decode, prompt_of(60, 0))
-    cases = [(way, number) for way in between.numbers for number in range(frames)]
+    cases = [("flip", way, number) for way in between.numbers for number in range(2)]
+    cases += [("drop", way, 0) for way in between.numbers]
     done = 0
-    for case, (way, number) in enumerate(cases):
+    for case, (how, way, number) in enumerate(cases):
         prompt = prompt_of(60, case + 1)
         change = between.tamper(how, way, number, case)
         tokens, _ = handed_over(prefill, decode, prompt)
@@ -144,7 +140,7 @@ class OtherBlock:
 def test_no_changed_id_of_a_block_changes_an_answer(pair, answer_of):
     prefill, decode, between = pair
     handed_over(prefill, decode, prompt_of(100, 0))
-    for block in range(6):
+    for block in (0, 5):
         prompt = prompt_of(100, block + 1)
         between.control = change = OtherBlock(block)
         assert handed_over(prefill, decode, prompt)[0] == answer_of(prompt), block

@@ -32,10 +32,7 @@ APART = {("engine", "backends"), ("transfer", "cache")}
 
 STORE = "backends.url backends.lanes backends.entries backends.quotas"
 CONTRACT = "connector.scheduler connector.worker connector.data connector.stream"
-TRANSFER = (
-    "transfer.transport transfer.pull transfer.reads transfer.regions transfer.local"
-    " transfer.deadlines"
-)
+TRANSFER = "transfer.transport transfer.pull transfer.reads transfer.regions transfer.local"
 DOORS = {
     "backends.guard": "backends.url backends.lanes kernels.quantized_payload",
     "backends.host": STORE,
@@ -70,7 +67,7 @@ DOORS = {
     "events": "cache.pool.events",
     "engine.checkpoint": "engine.model engine.request.tokenizer",
     "transfer.control": "transfer.acceptor transfer.seal transfer.secret",
-    "transfer.leases": "transfer.control.messages transfer.control.keyed transfer.control.events",
+    "transfer.leases": "transfer.control.messages transfer.control.keyed transfer.control.endpoint",
     "engine.model": "kernels cache.resource_manager",
     "engine.request": "engine.model engine.sampling.drafts",
     "engine.ranks": "engine.model engine.checkpoint engine.attachment connector cache",

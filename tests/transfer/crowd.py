@@ -19,8 +19,8 @@ from kvconnect.transfer.control.handshake import OPENING_LIMIT, shake_hands
 from kvconnect.transfer.control.messages import Hello, Ping, encode
 from kvconnect.transfer.control.wire import Wire, frame
 from kvconnect.transfer.local import decode
-from kvconnect.transfer.tcp.address import TcpLocal
 from kvconnect.transfer.tcp.handshake import greet
+from kvconnect.transfer.tcp.peer import TcpLocal
 
 _WORKERS = 4
 _PING_S = 0.5

@@ -55,10 +55,10 @@ class _Peer:
         return self.transport.local()
 
     def pull(self, peer_local: bytes, reads: list, deadline_s: float) -> bytes:
-        """What region 0 holds after the reads."""
+        """What the region that is read into holds after the reads."""
         peer = self.transport.connect(peer_local)
         self.transport.pull(peer, Reads(*reads), deadline_s=deadline_s).done.result()
-        return self.memory[0].cpu().numpy().tobytes()
+        return self.memory[reads[2]].cpu().numpy().tobytes()
 
     def start_pull(self, peer_local: bytes, reads: list, deadline_s: float) -> None:
         """Begins reads that go on while this process does something else."""

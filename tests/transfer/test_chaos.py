@@ -8,14 +8,13 @@ import time
 
 import numpy as np
 import pytest
-import torch
+from canaries import Canaries
 from peer_process import MiB, pattern
 
-from kvconnect.transfer.transport import PeerUnreachable, PullFailed, Reads
+from kvconnect.transfer.transport import PeerUnreachable, PullFailed
 
 NBYTES = 32 * MiB
 DEADLINE_S = 0.5
-CANARY = 0xA5
 
 
 @pytest.mark.slow
@@ -23,38 +22,34 @@ CANARY = 0xA5
 @pytest.mark.parametrize("kind", ["tcp", "nixl", "nixl-tcp"])
 def test_chaos(kind, transport_of, peer_of):
     chance = random.Random(7)
-    reader = transport_of(kind, identity="reader")
-    memory = torch.zeros(NBYTES, dtype=torch.uint8)
-    into = reader.register(memory)
-    offsets = np.arange(0, NBYTES, 65536)
-    peer = peer_of(kind, seeds=[(1, NBYTES)], identity="peer")
+    pair = Canaries(NBYTES, transport_of(kind, identity="reader"), new_peer(kind, peer_of))
     had = pattern(1, NBYTES)
     ended = {"whole": 0, "failed": 0}
     for _ in range(60):
-        if not peer.process.is_alive():
-            peer = peer_of(kind, seeds=[(1, NBYTES)], identity="peer")
+        if not pair.peer.process.is_alive():
+            pair.peer = new_peer(kind, peer_of)
         try:
-            handle = reader.connect(peer.local)
+            pair.handle = pair.reader.connect(pair.peer.local)
         except PeerUnreachable:
-            peer.end()
+            pair.peer.end()
             continue
-        memory.fill_(CANARY)
+        pair.put_canaries()
         started = time.monotonic()
-        pull = reader.pull(handle, Reads(0, offsets, into, offsets, 65536), deadline_s=DEADLINE_S)
+        pull = pair.pull(NBYTES, DEADLINE_S)
         settled = []
         pull.done.add_done_callback(lambda _, settled=settled: settled.append(time.monotonic()))
         time.sleep(chance.random() * 0.01)  # a moment of the read, not a condition
         event = chance.choice(["none", "kill", "freeze", "abandon", "rebuild", "disconnect"])
         if event == "kill":
-            peer.signal(signal.SIGKILL)
+            pair.peer.signal(signal.SIGKILL)
         elif event == "freeze":
-            peer.freeze()
+            pair.peer.freeze()
         elif event == "abandon":
             pull.abandon()
         elif event == "rebuild":
-            reader.rebuild()
+            pair.reader.rebuild()
         elif event == "disconnect":
-            reader.disconnect(handle)
+            pair.reader.disconnect(pair.handle)
         try:
             pull.done.result(60)
         except PullFailed:
@@ -62,15 +57,19 @@ def test_chaos(kind, transport_of, peer_of):
             assert settled[0] - started < 30, event
         else:
             ended["whole"] += 1
-            assert np.array_equal(memory, had)
+            assert np.array_equal(pair.memory, had)
         if event == "freeze" and chance.random() < 0.5:
-            reader.rebuild()
+            pair.reader.rebuild()
             assert pull.terminal.is_set()
-            memory.fill_(CANARY)
+            pair.put_canaries()
         if event == "freeze":
-            peer.wake()
+            pair.peer.wake()
         assert pull.terminal.wait(60)
-        memory.fill_(CANARY)
-        peer.process.join(0.05)
-        assert bool((memory == CANARY).all())
+        pair.put_canaries()
+        pair.peer.process.join(0.05)
+        assert pair.canaries_are_untouched()
     assert min(ended.values()) > 5
+
+
+def new_peer(kind, peer_of):
+    return peer_of(kind, seeds=[(1, NBYTES)], identity="peer")

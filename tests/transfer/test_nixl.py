@@ -7,7 +7,6 @@ import os
 import socket
 import sys
 import threading
-import time
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +17,7 @@ import pytest
 import torch
 from own_process import own_process
 from peer_process import PeerProcess, make_transport, pattern
+from waiting import until
 
 from kvconnect.errors import ConfigurationError, MissingExtra
 from kvconnect.transfer.nixl import NixlTransport, agent_thread, library
@@ -45,11 +45,11 @@ def test_nixl_that_is_not_installed_is_named_when_it_is_opened():
     assert threading.active_count() == 1
 
 
-@pytest.mark.parametrize("tls", [None, "tcp"])
 @own_process
-def test_nothing_listens_beyond_loopback_unless_told_to(tls):
-    with closing(NixlTransport(tls=tls)) as transport:
+def test_nothing_listens_beyond_loopback_unless_told_to():
+    with closing(NixlTransport()) as transport, closing(NixlTransport(tls="tcp")) as other:
         transport.open()
+        other.open()
         found = psutil.Process().net_connections("inet")
         listening = {one.laddr.ip for one in found if one.status == psutil.CONN_LISTEN}
     assert listening == {"127.0.0.1"}
@@ -102,16 +102,24 @@ def test_rdma_cards_make_errors_not_quiescent(monkeypatch, tmp_path):
     assert NixlTransport(device="all").quiescent_after_error
 
 
-@pytest.fixture
-def pair(transport_of):
-    source, reader = (transport_of("nixl", identity=name) for name in ("source", "reader"))
+def opened_pair():
+    source, reader = (NixlTransport(identity=name) for name in ("source", "reader"))
+    for transport in (source, reader):
+        transport.open()
     source.register(torch.from_numpy(pattern(1, 4096)))
     memory = torch.zeros(4096, dtype=torch.uint8)
-    return source, reader, memory, reader.register(memory)
+    yield source, reader, memory, reader.register(memory)
+    for transport in (source, reader):
+        transport.close()
 
 
-def test_what_a_peer_registers_later_is_read_after_connecting_again(pair):
-    source, reader, memory, into = pair
+# The tests that close or change one of the two have a pair of their own.
+pair = pytest.fixture(scope="module", name="pair")(opened_pair)
+own_pair = pytest.fixture(name="own_pair")(opened_pair)
+
+
+def test_what_a_peer_registers_later_is_read_after_connecting_again(own_pair):
+    source, reader, memory, into = own_pair
     first = reader.connect(source.local())
     source.register(torch.from_numpy(pattern(2, 4096)))
     again = reader.connect(source.local())
@@ -151,13 +159,6 @@ def test_a_peer_that_is_disconnected_while_it_connects_anew_stays_known(pair, mo
 
 def descriptors(pid):
     return len(list(Path(f"/proc/{pid}/fd").iterdir()))
-
-
-def settles(condition):
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -214,7 +215,7 @@ def test_a_connection_that_was_cut_is_made_anew(reading, used):
     cut(peer.process.pid)
     thread = reader._thread
     name = handle.place.agent
-    settles(lambda: not thread.call(lambda: thread.agent.reaches(name)))
+    until(lambda: not thread.call(lambda: thread.agent.reaches(name)))
     if used:
         with pytest.raises(PullFailed):
             read(handle)
@@ -229,7 +230,7 @@ def test_agents_that_have_ended_are_forgotten(reading, peer_of):
     reader.disconnect(handle)
     peer.end()
     thread, name = reader._thread, handle.place.agent
-    settles(lambda: not thread.call(lambda: thread.agent.reaches(name)))
+    until(lambda: not thread.call(lambda: thread.agent.reaches(name)))
     reader.connect(peer_of("nixl-tcp").local)
     assert name not in thread._known
     assert not thread._unused
@@ -242,7 +243,7 @@ def test_what_peers_ask_to_see_that_it_is_there_is_not_kept(transport_of, monkey
     source, reader = transport_of("nixl"), transport_of("nixl")
     for _ in range(3):
         reader.disconnect(reader.connect(source.local()))
-    settles(lambda: sum(dropped) == 2)
+    until(lambda: sum(dropped) == 2)
 
 
 def test_metadata_of_another_agent_are_refused(pair, transport_of):
@@ -287,9 +288,9 @@ def test_whatever_is_raised_for_a_pull_the_thread_goes_on(pair, monkeypatch, whe
     assert np.array_equal(memory, pattern(1, 4096))
 
 
-def test_after_an_error_that_is_not_quiescent_only_a_rebuild_is_terminal(pair):
+def test_after_an_error_that_is_not_quiescent_only_a_rebuild_is_terminal(own_pair):
     """As with RDMA; an agent that was destroyed stands for the error."""
-    source, reader, _, into = pair
+    source, reader, _, into = own_pair
     reader._thread._quiescent = False
     handle = reader.connect(source.local())
     source.close()
@@ -319,8 +320,8 @@ def test_a_wait_that_is_over_before_it_begins_ends():
     assert ended.wait(60)
 
 
-def test_calls_after_close_come_back(pair):
-    source, reader, *_ = pair
+def test_calls_after_close_come_back(own_pair):
+    source, reader, *_ = own_pair
     handle, thread = reader.connect(source.local()), reader._thread
     reader.close()
     pull = NixlPull(1)
@@ -426,7 +427,7 @@ def test_an_error_of_one_agent_ends_no_pull_of_which_the_other_still_writes(
     for thread in (two_agents.reader._thread, two_agents.second):
         for _ in range(3):
             thread.call(lambda: None)
-        settles(lambda thread=thread: len(thread._parts) == (thread is not failed_thread))
+        until(lambda thread=thread: len(thread._parts) == (thread is not failed_thread))
     assert pull.stopped
     assert not pull.terminal.is_set()
     assert not pull.done.done()

@@ -27,59 +27,53 @@ from kvconnect.transfer.tcp.wire import receive_request, send_request
 SECRET = "correct horse battery staple"
 
 
-@pytest.fixture
-def relayed(transport_of, peer_of):
-    """A reader, the source in another process that it reads from, and the relay between them."""
-    opened = []
-
-    def start(secret):
-        given = {} if secret is None else {"secret": secret}
-        source = peer_of("tcp", **given)
-        local = json.loads(source.local)
-        relay = Relay(local["port"], framed=False)
-        opened.append(relay)
-        reader = transport_of("tcp", connections=1, **given)
-        memory = torch.zeros(MiB, dtype=torch.uint8)
-        reader.register(memory)
-        handle = reader.connect(json.dumps(local | {"port": relay.port}).encode())
-        return relay, reader, handle, memory
-
-    yield start
-    for relay in opened:
-        relay.close()
-
-
 # Blocks of 16 KiB in another order: 1 MiB of runs that do not follow each other.
+PIECE = 16384
 ORDER = np.random.default_rng(3).permutation(64)
-READS = Reads(0, ORDER * 16384, 0, np.arange(64) * 16384, 16384, epoch=5)
+READS = Reads(0, ORDER * PIECE, 0, np.arange(64) * PIECE, PIECE, epoch=5)
 WANTED = pattern(1, MiB).reshape(64, -1)[ORDER].reshape(-1)
-# Of its request: the head, the runs and two codes; of the answer: that, and 4 pieces with sums.
+# The bytes of a request: its head, its runs and two codes.
 REQUEST_NBYTES = 28 + 16 + 64 * 16 + 16
-ANSWER_NBYTES = 24 + 16 + MiB + 4 * 8
+# Of an answer: its head with a code; the digests with theirs, if they are kept; then the bytes,
+# with the sums of 4 pieces if not.
+HEAD_NBYTES, DIGESTS_NBYTES = 24 + 16, 64 * 8 + 16
 
 
 @pytest.mark.planted("bit-in-data", "transfer", "refused")
+@pytest.mark.parametrize("kept", [False, True], ids=["digested now", "digested before"])
 @pytest.mark.parametrize("secret", [None, SECRET], ids=["no secret", "secret"])
-def test_no_flipped_bit_is_taken_for_what_was_asked_for(relayed, secret):
-    relay, reader, handle, memory = relayed(secret)
+def test_no_flipped_bit_is_taken_for_what_was_asked_for(transport_of, secret, kept):
+    given = {} if secret is None else {"secret": secret}
+    source, reader = transport_of("tcp", **given), transport_of("tcp", connections=1, **given)
+    source.register(torch.from_numpy(pattern(1, MiB)))
+    memory = torch.zeros(MiB, dtype=torch.uint8)
+    reader.register(memory)
+    before = HEAD_NBYTES
+    if kept:
+        source.keep_digests(0, np.arange(64) * PIECE, PIECE, epoch=5)
+        source._kept._worker.submit(int).result(60)
+        before += DIGESTS_NBYTES
     rng = random.Random(7)
-    bits = [(TO_CLIENT, rng.randrange(8 * ANSWER_NBYTES)) for _ in range(26)]
-    bits += [(TO_CLIENT, rng.randrange(8 * 32)) for _ in range(4)]
-    bits += [(TO_SERVER, rng.randrange(8 * REQUEST_NBYTES)) for _ in range(8)]
-    bits += [(TO_SERVER, rng.randrange(8 * 44)) for _ in range(4)]
-    reasons = []
-    for way, bit in bits:
-        reader.pull(handle, READS, deadline_s=60).done.result()  # over a good connection
-        relay.await_only_one()  # the source may still send over a connection that was given up
-        memory.zero_()
-        relay.change = FlippedBit(way, bit)
-        error = reader.pull(handle, READS, deadline_s=60).done.exception()
-        # The source refuses a changed request; it is sent again over a new connection.
-        assert error is not None or (way == TO_SERVER and np.array_equal(memory, WANTED)), bit
-        if way == TO_CLIENT:
-            assert isinstance(error, PullFailed)
-            reasons.append(error.reason)
-    assert set(reasons) == {"corrupt"}
+    bits = [(TO_CLIENT, rng.randrange(8 * HEAD_NBYTES)) for _ in range(4)]
+    bits += [(TO_CLIENT, rng.randrange(8 * before)) for _ in range(6 * kept)]
+    data = range(8 * before, 8 * (before + MiB + 4 * 8 * (not kept)))
+    bits += [(TO_CLIENT, rng.choice(data)) for _ in range(8)]
+    bits += [(TO_SERVER, rng.randrange(8 * REQUEST_NBYTES)) for _ in range(4)]
+    bits += [(TO_SERVER, rng.randrange(8 * 44)) for _ in range(2)]
+    local = json.loads(source.local())
+    with Relay(local["port"], framed=False) as relay:
+        handle = reader.connect(json.dumps(local | {"port": relay.port}).encode())
+        for way, bit in bits:
+            reader.pull(handle, READS, deadline_s=60).done.result()  # over a good connection
+            relay.await_only_one()  # the source may still send over one that was given up
+            memory.zero_()
+            relay.change = FlippedBit(way, bit)
+            error = reader.pull(handle, READS, deadline_s=60).done.exception()
+            if way == TO_CLIENT:
+                assert isinstance(error, PullFailed), bit
+                assert error.reason == "corrupt"
+            else:  # the source refuses a changed request; it is sent again over a new connection
+                assert error is not None or np.array_equal(memory, WANTED), bit
 
 
 RUNS = np.array([(0, 300), (1000, 25), (400, 175)], RUN)

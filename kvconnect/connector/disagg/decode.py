@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 
 from kvconnect.connector.data import LlmArgs, RequestData, SchedulerOutput
 from kvconnect.connector.disagg.messages import FetchOrder
-from kvconnect.connector.disagg.names import transfer_name
 from kvconnect.connector.disagg.node import TransferNode
-from kvconnect.connector.disagg.params import FetchParams, transfer_params
-from kvconnect.connector.disagg.pools import end_of_transfer, peer_layouts
+from kvconnect.connector.disagg.params import FetchParams, transfer_name, transfer_params
+from kvconnect.connector.disagg.pools import end_of_transfer
 from kvconnect.connector.io.lookup import blocks_needed
 from kvconnect.errors import ConnectorContractError
 from kvconnect.request import LlmRequest
@@ -61,7 +60,7 @@ class DecodeBook:
         params = transfer_params(request.kv_transfer_params, self.node.config.role)
         if not isinstance(params, FetchParams):
             return
-        layouts = peer_layouts(self.llm_args.layouts)
+        layouts = self.node.layouts
         num_tokens = params.num_tokens or end_of_transfer(request.num_tokens, layouts)
         # A peer of other tokens_per_block may end where there is no snapshot of states here.
         at_end = num_tokens == end_of_transfer(num_tokens + 1, layouts)
@@ -117,8 +116,7 @@ class DecodeBook:
         size, end = self.llm_args.tokens_per_block, fetch.num_tokens
         start = data.computed_position - data.computed_position % size
         by_group = data.new_block_ids_by_group or (data.new_block_ids,)
-        firsts, blocks = [], []
-        layouts = peer_layouts(self.llm_args.layouts)
+        firsts, blocks, layouts = [], [], self.node.layouts
         for layout, ids in zip(layouts, by_group[: len(layouts)], strict=True):
             needed = blocks_needed(layout.window, end, size)
             first = max(start // size, needed.start)

@@ -16,6 +16,7 @@ from kvconnect.connector.disagg.device import DeviceOrder
 from kvconnect.connector.disagg.fetch.claim_book import ClaimBook
 from kvconnect.connector.disagg.fetch.fetcher import Fetcher
 from kvconnect.connector.disagg.fetch.landing import Landing
+from kvconnect.connector.disagg.fetch.part import FetchSettings
 from kvconnect.connector.disagg.fetch.sources import address_of_rank
 from kvconnect.connector.disagg.messages import FetchOrder
 from kvconnect.connector.disagg.offers import Offers
@@ -25,9 +26,8 @@ from kvconnect.shards import dividing_rank
 from kvconnect.trace import metrics
 from kvconnect.transfer.claimed import Claimed
 from kvconnect.transfer.control.description import Compat, PoolInfo
-from kvconnect.transfer.control.digests import FindDigest, FoundDigest
-from kvconnect.transfer.control.events import Event, Sender
-from kvconnect.transfer.control.messages import Claim, Unknown
+from kvconnect.transfer.control.endpoint import Event, Sender
+from kvconnect.transfer.control.messages import Claim, FindDigest, FoundDigest, Unknown
 from kvconnect.transfer.digests import LARGEST_DEVICE_NBYTES, can_be_digested, digest_of_pieces
 from kvconnect.transfer.node import PeerNode
 from kvconnect.transfer.quarantine import Quarantine
@@ -167,18 +167,17 @@ class TransferNode(PeerNode):
         most = int(connector.max_quarantined_fraction * min(len(pool.tensor) for pool in pools))
         self._quarantine = quarantine = Quarantine(max(1, most), self.rebuild)
         self.client.start()
-        self.fetcher = Fetcher(
-            self.transport,
-            ClaimBook(self.client, self.peers, self._heads),
+        settings = FetchSettings(
             layouts=self.layouts,
-            regions=list(self._regions),
+            pools=self._regions,
             load_s=_OWN_SHARE * connector.load_timeout_s,
             idle_s=config.claim_timeout_s,
             min_bytes_per_s=config.min_bytes_per_s,
-            quarantine=quarantine,
-            heads=self._heads,
-            verified=self._regions if config.verify == "full" else None,
-            landing=self._landing,
+            verify=config.verify == "full",
+        )
+        claims = ClaimBook(self.client, self.peers, self._heads)
+        self.fetcher = Fetcher(
+            self.transport, claims, settings, quarantine=quarantine, landing=self._landing
         )
 
     def _sizes(self) -> dict[str, float]:
@@ -202,7 +201,7 @@ class TransferNode(PeerNode):
             self.fetcher.close()
         super().close()
         if self._offers is not None:
-            self._offers.close(tuple(self._regions.values()))
+            self._offers.server.close(tuple(self._regions.values()))
         if self._device is not None:
             self._device.close()
 
@@ -251,9 +250,7 @@ class TransferNode(PeerNode):
 
     def claim(self, address: str, name: str, tp_size: int = 1) -> list[Claimed]:
         """Claims a prompt from the engine at `address`; see `ClaimBook.claim_all`."""
-        if self.fetcher is None:
-            return [Claimed.refused(address, name, "this engine fetches nothing")]
-        return self.fetcher.claims.claim_all(address, name, tp_size)
+        return self._fetching.claims.claim_all(address, name, tp_size)
 
     def fetch(
         self,
@@ -262,13 +259,17 @@ class TransferNode(PeerNode):
         news: Callable[[], None] = lambda: None,
     ) -> None:
         """Begins a load after the work that the device still does with its blocks."""
-        fetcher = self.fetcher
-        if fetcher is None:
+        fetcher = self._fetching
+        fetcher.expect(order, done, news)
+        self.device.after(lambda: fetcher.begin(order))
+
+    @property
+    def _fetching(self) -> Fetcher:
+        if self.fetcher is None:
             raise UsageError(
                 "transfer: this engine fetches no prompts; give role='decode' or 'both'"
             )
-        fetcher.expect(order, done, news)
-        self.device.after(lambda: fetcher.begin(order))
+        return self.fetcher
 
     # ------------------------------------------------------------------ messages of peers
 

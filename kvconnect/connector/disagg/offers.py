@@ -6,7 +6,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
-from kvconnect.connector.disagg.names import transfer_id_of
+from kvconnect.connector.disagg.params import transfer_id_of
 from kvconnect.errors import OutOfBlocks
 from kvconnect.trace import warn_once
 from kvconnect.transfer.control.messages import LeaseId, Watermark
@@ -115,13 +115,6 @@ class Offers:
         with self._lock:
             ended, self._ended = self._ended, []
         return ended
-
-    def close(self, memory: object = None) -> None:
-        """Stops the lease server: peers get no more answers, and no lease ends.
-
-        `memory` stays referenced until the leases would have ended.
-        """
-        self.server.close(memory)
 
     def _let_go(self, keys: Sequence[LeaseId]) -> None:
         for key in keys:

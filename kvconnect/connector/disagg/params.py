@@ -1,4 +1,4 @@
-"""The checked part of a request's ``kv_transfer_params`` that belongs to this connector.
+"""A request's ``kv_transfer_params``, checked, and the name of the transfer that they ask for.
 
 ``{"do": "prefill"}`` makes the engine publish what it computes, under the ``transfer_id`` given
 beside it or a new one; the result carries what the other engine needs. ``{"transfer_id": …,
@@ -9,12 +9,15 @@ the publishing engine has several ranks. Other keys belong to other connectors.
 
 from __future__ import annotations
 
+import hashlib
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from kvconnect.address import host_and_port
 from kvconnect.errors import ConfigurationError
+from kvconnect.request import LlmRequest
 from kvconnect.text import check_text, shown
 
 _LONGEST_ID = 200
@@ -86,6 +89,26 @@ def transfer_params(
         _count("tokens", params.get("tokens")),
         _count("tp_size", params.get("tp_size"), most=_MOST_RANKS) or 1,
     )
+
+
+def transfer_name(
+    transfer_id: str, request: LlmRequest, num_tokens: int, model_digest: bytes
+) -> str:
+    """Returns the name of the first `num_tokens` tokens of `request`, published as `transfer_id`.
+
+    A reader with another prompt, model or salt computes another name, so the tokens need no other
+    comparison. tokens_per_block and the number of ranks are no part of the name, because readers
+    convert blocks to their own shape.
+    """
+    digest = hashlib.blake2b(request.namespace.encode(), digest_size=32, person=b"kvc-transfer")
+    digest.update(struct.pack("<q", len(model_digest)) + model_digest)
+    digest.update(request.tokens.view[:num_tokens].tobytes())
+    return f"{transfer_id}/{num_tokens}/{digest.hexdigest()}"
+
+
+def transfer_id_of(name: str) -> str:
+    """Returns the id in a name that `transfer_name` made."""
+    return name.rsplit("/", 2)[0]
 
 
 def _id(value: object) -> str:

@@ -8,12 +8,10 @@ from typing import Any
 
 from kvconnect.connector.data import LlmArgs, RequestData, SchedulerOutput
 from kvconnect.connector.disagg.messages import EndOrder, PublishOrder
-from kvconnect.connector.disagg.names import transfer_name
 from kvconnect.connector.disagg.node import TransferNode
-from kvconnect.connector.disagg.params import PrefillParams, transfer_params
-from kvconnect.connector.disagg.pools import end_of_transfer, peer_layouts
+from kvconnect.connector.disagg.params import PrefillParams, transfer_name, transfer_params
+from kvconnect.connector.disagg.pools import end_of_transfer
 from kvconnect.connector.io.lookup import blocks_needed
-from kvconnect.layout import KvCacheLayout
 from kvconnect.request import LlmRequest
 from kvconnect.shards import dividing_rank
 
@@ -47,13 +45,9 @@ class PrefillBook:
 
     node: TransferNode
     llm_args: LlmArgs
-    _layouts: tuple[KvCacheLayout, ...] = ()
     _prompts: dict[int, _Prompt] = field(default_factory=dict)
     _results: dict[int, dict[str, Any]] = field(default_factory=dict)
     _aborted: list[int] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self._layouts = peer_layouts(self.llm_args.layouts)
 
     def begin(self, request: LlmRequest) -> None:
         """Adds `request` if its parameters ask for its prompt to be published.
@@ -66,7 +60,7 @@ class PrefillBook:
             return
         # Returned if the prompt is not published after all: the reader computes it.
         self._results[request.request_id] = {"engine": self.node.engine_id, "tokens": 0}
-        num_tokens = end_of_transfer(request.prompt_len, self._layouts)
+        num_tokens = end_of_transfer(request.prompt_len, self.node.layouts)
         if num_tokens == 0:
             return
         transfer_id = params.transfer_id or self.node.new_transfer_id()
@@ -111,7 +105,7 @@ class PrefillBook:
                 yield self._order(prompt, data)
 
     def _order(self, prompt: _Prompt, data: RequestData) -> PublishOrder:
-        by_group = (data.new_block_ids_by_group or (data.new_block_ids,))[: len(self._layouts)]
+        by_group = (data.new_block_ids_by_group or (data.new_block_ids,))[: len(self.node.layouts)]
         begins = prompt.num_blocks is None
         told = prompt.num_blocks or [0] * len(by_group)
         self._look_for_states(prompt, told, by_group)
@@ -136,8 +130,8 @@ class PrefillBook:
     ) -> None:
         """Records whether the step's blocks have the snapshot of states at the prompt's end."""
         if prompt.num_blocks is None:
-            prompt.has_states = self._layouts[-1].kind != "state"
-        if self._layouts[-1].kind == "state":
+            prompt.has_states = self.node.layouts[-1].kind != "state"
+        if self.node.layouts[-1].kind == "state":
             at = prompt.num_tokens // self.llm_args.tokens_per_block - 1 - told[-1]
             if 0 <= at < len(by_group[-1]):
                 prompt.has_states = by_group[-1][at] >= 0
@@ -177,7 +171,7 @@ class PrefillBook:
             if layout.kind == "state"
             else blocks_needed(layout.window, computed, size).start
             <= blocks_needed(layout.window, prompt.num_tokens, size).start
-            for layout in self._layouts
+            for layout in self.node.layouts
         )
 
     def take_params(self, request: LlmRequest) -> dict[str, Any] | None:

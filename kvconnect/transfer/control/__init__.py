@@ -10,6 +10,6 @@ damage only. Nothing is encrypted.
 Imports the vocabulary, and of the room above `acceptor`, `secret` and `seal`. Begin with `messages`
 (which are made of `fields`, and begin with a `description` of each side) and `channel` (an open
 connection). `handshake` opens a connection; `listener` and `peer` are its two ends. `wire` makes
-frames of a message's bytes. `events` has the events that a channel delivers. `keyed` has the
-messages for reads of blocks by key, `digests` those that compare bytes after a read.
+frames of a message's bytes. `endpoint` has a process's settings and the events that it receives.
+`keyed` has the messages for reads of blocks by key.
 """

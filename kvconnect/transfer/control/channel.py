@@ -11,8 +11,7 @@ from collections.abc import Callable
 
 from kvconnect.errors import BadMessage
 from kvconnect.trace import count
-from kvconnect.transfer.control.endpoint import Endpoint
-from kvconnect.transfer.control.events import Connected, Disconnected, Event
+from kvconnect.transfer.control.endpoint import Connected, Disconnected, Endpoint, Event
 from kvconnect.transfer.control.keyed import GrantKeys
 from kvconnect.transfer.control.messages import (
     MAX_MESSAGE_NBYTES,
@@ -50,7 +49,6 @@ class Channel:
     Attributes:
         peer: the peer's `Hello`.
         host: the peer's host, as of `host_of`; empty if this side connected.
-        round_trip_s: the seconds from the last heartbeat to its answer; ``None`` before the first.
         used_at: the time (monotonic) of the last grant or renewal for the peer; ``None`` if never.
         reason: the reason for which the channel was closed; ``None`` while it is open.
     """
@@ -58,14 +56,12 @@ class Channel:
     def __init__(self, wire: Wire, endpoint: Endpoint, peer: Hello, host: str = "") -> None:
         self.peer = peer
         self.host = host
-        self.round_trip_s: float | None = None
         self.used_at: float | None = None
         self._wire = wire
         self._endpoint = endpoint
         self._queue = SendQueue(_MAX_WAITING_NBYTES, _MAX_WAITING_FRAMES, wire.frame)
         self._lock = threading.Lock()
         self.reason: str | None = None
-        self._pinged: tuple[int, float] = (-1, 0.0)
         wire.limit = MAX_MESSAGE_NBYTES
 
     def __repr__(self) -> str:
@@ -164,16 +160,12 @@ class Channel:
         """Handles one message; returns whether to continue reading."""
         if isinstance(message, Ping):
             self._queue.put(encode(Pong(number=message.number)))
-        elif isinstance(message, Pong):
-            number, at = self._pinged
-            if message.number == number:
-                self.round_trip_s = time.monotonic() - at
         elif isinstance(message, Error):
             self._close_now(f"the peer closed: {message.message or message.kind}")
             return False
         elif isinstance(message, (Hello, Proof)):
             raise BadMessage(f"{type(message).__name__} after the opening")
-        elif self.is_open:
+        elif self.is_open and not isinstance(message, Pong):
             return self._deliver(message)
         return True
 
@@ -196,8 +188,7 @@ class Channel:
                 now = time.monotonic()
                 if now >= ping_at:  # the ping is sent next, behind messages queued meanwhile
                     ping_at = now + timing.heartbeat_s
-                    self._pinged = (next(numbers), now)
-                    self._queue.put(encode(Ping(number=self._pinged[0])))
+                    self._queue.put(encode(Ping(number=next(numbers))))
                 for start in range(0, len(data), _PIECE_NBYTES):
                     limit_s = timing.silence_s if self.is_open else _LAST_WORDS_S
                     piece = data[start : start + _PIECE_NBYTES]

@@ -37,6 +37,7 @@ def packed(kind: Literal["int32", "uint64"]) -> PlainSerializer:
 
 
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+Digest = Annotated[int, Field(ge=0, lt=1 << 64)]
 Number32 = Annotated[int, Field(ge=0, lt=1 << 31)]
 Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
 Name = Annotated[str, Field(min_length=1, max_length=512)]

@@ -13,6 +13,7 @@ from kvconnect.keys import KEY_NBYTES
 from kvconnect.transfer.control.fields import (
     BlockIds,
     Count,
+    Digest,
     Name,
     Number32,
     Seconds,
@@ -56,7 +57,6 @@ Keys = Annotated[
     PlainSerializer(b"".join, return_type=bytes),
 ]
 Size = Annotated[int, Field(ge=0, lt=1 << 48)]
-Digest = Annotated[int, Field(ge=0, lt=1 << 64)]
 Sizes = Annotated[
     tuple[Size, ...], Field(max_length=MAX_KEYS), unpacked("uint64"), packed("uint64")
 ]

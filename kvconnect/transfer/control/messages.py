@@ -15,12 +15,15 @@ from kvconnect.transfer.control.description import Compat, PoolInfo
 from kvconnect.transfer.control.fields import (
     MAX_ENTRIES,
     Count,
+    Digest,
     Groups,
     Name,
     Number32,
     Record,
     Seconds,
     Text,
+    packed,
+    unpacked,
 )
 
 try:
@@ -30,6 +33,9 @@ except ModuleNotFoundError as missing:
 
 MAX_MESSAGE_NBYTES = 8 << 20
 """The largest message, encoded."""
+
+MAX_PIECES = 1 << 16
+"""The most pieces under one digest."""
 
 
 class Message(Record):
@@ -282,6 +288,38 @@ class Abort(Message):
     request: Name
     epoch: Count | None = None
     reason: Text = ""
+
+
+class FindDigest(Message):
+    """Requests the digest of pieces of P's memory that D has read under a lease. Sent by D.
+
+    Attributes:
+        seq: the answer repeats it.
+        region: number of the memory at P's transport.
+        nbytes: the size of each piece.
+        offsets: the offsets of the pieces in the memory, in bytes.
+    """
+
+    code: ClassVar[int] = 21
+
+    seq: Count
+    region: Number32
+    nbytes: Annotated[int, Field(ge=1, lt=1 << 48)]
+    offsets: Annotated[
+        tuple[Count, ...],
+        Field(min_length=1, max_length=MAX_PIECES),
+        unpacked("uint64"),
+        packed("uint64"),
+    ]
+
+
+class FoundDigest(Message):
+    """Answers a `FindDigest` with the xxh3-64 of the pieces; ``None`` if P computes no digest."""
+
+    code: ClassVar[int] = 22
+
+    seq: Count
+    digest: Digest | None = None
 
 
 def encode(message: Message) -> bytes:

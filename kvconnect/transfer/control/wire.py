@@ -14,6 +14,7 @@ from contextlib import suppress
 
 from kvconnect.errors import BadMessage
 from kvconnect.trace import count
+from kvconnect.transfer.acceptor import shut
 from kvconnect.transfer.seal import CODE_NBYTES, GUARD_NBYTES, Seal
 
 _LENGTH = struct.Struct(">I")
@@ -139,8 +140,7 @@ class Wire:
     def shut(self) -> None:
         """Ends the connection, and reads and writes in other threads. Does not block."""
         self._closing.set()
-        with suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)
+        shut(self._sock)
 
     def shut_writing(self) -> None:
         """Ends the sending direction. The peer's data can still be read."""

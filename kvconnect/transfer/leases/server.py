@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from kvconnect.trace import count
-from kvconnect.transfer.control.events import Connected, Disconnected, Event, Sender
+from kvconnect.transfer.control.endpoint import Connected, Disconnected, Event, Sender
 from kvconnect.transfer.control.keyed import ClaimKeys, GrantKeys
 from kvconnect.transfer.control.messages import (
     Abort,
@@ -217,8 +217,8 @@ class LeaseServer:
         else:
             self.handle(event, holder, send)
 
-    def handle(self, message: Message, holder: str, send: Send) -> bool:
-        """Answers `message` of `holder` through `send`; returns False if it is not about leases.
+    def handle(self, message: Message, holder: str, send: Send) -> None:
+        """Answers `message` of `holder` through `send`, if it is about leases.
 
         A message over a connection that another one has replaced is late and ignored: the holder
         has claimed again over the other connection, and reads.
@@ -234,11 +234,8 @@ class LeaseServer:
                 send(self._released(message, holder))
             elif isinstance(message, Abort):
                 if waited := self._waiting.pop((message.request, holder), None):
-                    self._waits_no_more(waited)
+                    self._let_go.add(message.request, holder, waited.claim.readers)
                 self.table.abort(message.request, holder, message.epoch)
-            else:
-                return False
-        return True
 
     def _claim(self, claim: Claim, holder: str, send: Send) -> None:
         self._let_go.discard(claim.request, holder)
@@ -252,9 +249,6 @@ class LeaseServer:
                 return
             count("transfer.lease.claims_refused")
         send(answer)
-
-    def _waits_no_more(self, one: _WaitingClaim) -> None:
-        self._let_go.add(one.claim.request, one.holder, one.claim.readers)
 
     def _claimed(self, claim: Claim, holder: str) -> Message:
         answer = self.table.claim(claim.request, holder, epoch=claim.epoch, readers=claim.readers)
@@ -318,7 +312,7 @@ class LeaseServer:
             self._ended += self.table.take_ended(now)
             for name in [name for name, one in self._waiting.items() if one.until <= now]:
                 one = self._waiting.pop(name)
-                self._waits_no_more(one)
+                self._let_go.add(one.claim.request, one.holder, one.claim.readers)
                 one.send(Unknown(seq=one.claim.seq, request=one.claim.request))
             due = [one.until for one in self._waiting.values()]
             end = self.table.next_end()

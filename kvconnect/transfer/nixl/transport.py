@@ -6,18 +6,18 @@ import os
 import re
 import secrets
 import threading
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
 from kvconnect.errors import ConfigurationError, PeerUnreachable, PullFailed, UsageError
-from kvconnect.transfer.deadlines import Deadlines
 from kvconnect.transfer.local import Local, decode, encode
 from kvconnect.transfer.nixl.agent import Agent, AgentError
 from kvconnect.transfer.nixl.agent_thread import AgentThread
 from kvconnect.transfer.nixl.library import load, rdma_possible, shares_memory
 from kvconnect.transfer.nixl.nixl_pull import NixlPull
 from kvconnect.transfer.nixl.transfers import Base, transfers
+from kvconnect.transfer.pull import Deadlines
 from kvconnect.transfer.reads import pairs
 from kvconnect.transfer.regions import MAX_REGIONS, Region, Regions, refusal, require_local
 from kvconnect.transfer.transport import PeerHandle, Pull, Reads, Transport
@@ -93,8 +93,6 @@ class NixlTransport(Transport):
             ``UCX_TLS`` for the whole process.
         connect_timeout_s: the longest time of `connect`.
     """
-
-    name: ClassVar[str] = "nixl"
 
     def __init__(
         self,

@@ -6,18 +6,29 @@ import queue
 import socket
 import threading
 import time
-from contextlib import suppress
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from kvconnect.errors import PeerUnreachable, PullFailed
+from kvconnect.transfer.acceptor import shut
+from kvconnect.transfer.local import Local
 from kvconnect.transfer.reads import cut
 from kvconnect.transfer.regions import Regions
 from kvconnect.transfer.secret import SharedSecret
-from kvconnect.transfer.tcp.address import TcpLocal
 from kvconnect.transfer.tcp.handshake import greet
 from kvconnect.transfer.tcp.stream import Corrupt, Stream, prepare
 from kvconnect.transfer.tcp.tcp_pull import Share, TcpPull
 from kvconnect.transfer.tcp.wire import MAX_RUNS, Malformed, receive_answer, send_request
 from kvconnect.transfer.transport import PeerHandle
+
+
+class TcpLocal(Local):
+    """The description that a `TcpTransport` sends to its peers."""
+
+    transport: Literal["tcp"] = "tcp"
+    host: Annotated[str, Field(min_length=1, max_length=255)]
+    port: Annotated[int, Field(ge=1, le=65535)]
 
 
 class TcpPeer(PeerHandle):
@@ -87,8 +98,7 @@ class TcpPeer(PeerHandle):
             closed, self._closed = self._closed, True
             pulls = list(self._pulls)
             for connection in self._greeting:
-                with suppress(OSError):  # it broke already
-                    connection.shutdown(socket.SHUT_RDWR)
+                shut(connection)
             if not closed:
                 for _ in self._threads:
                     self._shares.put(None)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from kvconnect.trace import count
 from kvconnect.transfer.acceptor import Acceptor, shut
-from kvconnect.transfer.reads import Runs, cut
-from kvconnect.transfer.regions import Regions
+from kvconnect.transfer.reads import cut
+from kvconnect.transfer.regions import Regions, outside
 from kvconnect.transfer.secret import SharedSecret
 from kvconnect.transfer.tcp.handshake import answer
 from kvconnect.transfer.tcp.kept_digests import KeptDigests
@@ -97,7 +97,8 @@ class Source(Acceptor[_Reader]):
         except Malformed:
             count("transfer.tcp.malformed")
             raise
-        if not self._inside(asked.region, asked.runs):
+        offsets, nbytes = asked.runs["offset"], asked.runs["nbytes"]
+        if outside(self._regions.sizes(), asked.region, offsets, nbytes) is not None:
             count("transfer.tcp.refused")
             send_refusal(connection, seals.answers)
             return
@@ -109,12 +110,3 @@ class Source(Acceptor[_Reader]):
             stream.send_digested(region, cut(asked.runs, 0, leading.nbytes))
         if leading.nbytes < asked.nbytes:
             stream.send(region, cut(asked.runs, leading.nbytes, asked.nbytes), asked.seed)
-
-    def _inside(self, region: int, runs: Runs) -> bool:
-        if region >= len(self._regions):
-            return False
-        size = self._regions[region].nbytes
-        offsets, nbytes = runs["offset"], runs["nbytes"]
-        if int(offsets.min()) < 0 or int(nbytes.max()) > size:
-            return False
-        return bool((offsets <= size - nbytes).all())

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import socket
 import threading
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 
 from kvconnect.errors import PullFailed
+from kvconnect.transfer.acceptor import shut
 from kvconnect.transfer.pull import Pull
 from kvconnect.transfer.reads import Reads, Runs, cut, runs
 
@@ -83,8 +83,7 @@ class TcpPull(Pull):
             self.stopped = True
             self._waiting.clear()
             for connection in self._running.values():
-                with suppress(OSError):  # it broke already
-                    connection.shutdown(socket.SHUT_RDWR)
+                shut(connection)
         self._finish_if_last()
 
     def _finish_if_last(self) -> None:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import ipaddress
 import secrets
 import threading
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from kvconnect.errors import ConfigurationError, PullFailed, UsageError
-from kvconnect.transfer.deadlines import Deadlines
 from kvconnect.transfer.local import decode, encode
+from kvconnect.transfer.pull import Deadlines
 from kvconnect.transfer.reads import Offsets
 from kvconnect.transfer.regions import Regions, refusal, require_local
-from kvconnect.transfer.secret import SharedSecret
-from kvconnect.transfer.tcp.address import TcpLocal, advertised
+from kvconnect.transfer.secret import SharedSecret, require_secret
 from kvconnect.transfer.tcp.kept_digests import KeptDigests
-from kvconnect.transfer.tcp.peer import TcpPeer
+from kvconnect.transfer.tcp.peer import TcpLocal, TcpPeer
 from kvconnect.transfer.tcp.source import Source
 from kvconnect.transfer.tcp.tcp_pull import TcpPull, split
 from kvconnect.transfer.transport import PeerHandle, Pull, Reads, Transport
@@ -38,7 +38,6 @@ class TcpTransport(Transport):
         connect_timeout_s: the longest time for a connection and its handshake.
     """
 
-    name: ClassVar[str] = "tcp"
     quiescent_after_error = True
 
     def __init__(
@@ -53,7 +52,7 @@ class TcpTransport(Transport):
         connect_timeout_s: float = 2.0,
     ) -> None:
         self._identity = identity or f"tcp-{secrets.token_hex(8)}"
-        self._advertised = advertised(host, advertise, has_secret=secret is not None)
+        self._advertised = _advertised_host(host, advertise, secret)
         self._listen_on = (host, port)
         if not 1 <= connections <= 64:
             raise ConfigurationError(f"connections={connections}: must be 1 to 64")
@@ -207,3 +206,25 @@ class TcpTransport(Transport):
         if not isinstance(peer, TcpPeer):
             raise UsageError(f"{peer!r} is no peer of a TcpTransport")
         return peer
+
+
+def _advertised_host(host: str, advertise: str | None, secret: SharedSecret | None) -> str:
+    """Returns the host name that peers connect to.
+
+    Raises:
+        ConfigurationError: `host` is beyond loopback and there is no secret, or it stands for all
+            addresses and none is advertised.
+    """
+    require_secret("host", host, secret)
+    if _is_every_address(host) and advertise is None:
+        raise ConfigurationError(
+            f"host={host!r} is every address: set advertise to the one that peers connect to"
+        )
+    return advertise if advertise is not None else host
+
+
+def _is_every_address(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return host == ""

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import queue
 import secrets
+import threading
+import time
 from dataclasses import replace
 from typing import Any
 
+from commanded import Commanded
 from waiting import until
 
 from kvconnect.errors import PeerRefused
 from kvconnect.transfer.control.description import Compat
-from kvconnect.transfer.control.endpoint import Endpoint, Timing
-from kvconnect.transfer.control.events import Connected, Disconnected
-from kvconnect.transfer.control.messages import Hello
+from kvconnect.transfer.control.endpoint import Connected, Disconnected, Endpoint, Timing
+from kvconnect.transfer.control.listener import Listener
+from kvconnect.transfer.control.messages import Claim, Hello, Unknown
 from kvconnect.transfer.control.peer import Peer
 
 QUICK = Timing(heartbeat_s=0.1, silence_s=60, handshake_s=60, first_pause_s=0.02, last_pause_s=0.2)
@@ -69,3 +72,42 @@ def opened(peer: Peer) -> bool:
     """Whether the peer's channel opens; False: it is refused."""
     until(lambda: peer.channel is not None or isinstance(peer.error, PeerRefused))
     return peer.channel is not None
+
+
+class _Listening:
+    """What runs in the process: it answers each claim."""
+
+    def __init__(self, port: int, timing: Timing) -> None:
+        side = Side("P", timing=timing, deliver=self._answer)
+        self._listener = Listener(side.endpoint, port=port)
+
+    def port(self) -> int:
+        return self._listener.port
+
+    def _answer(self, channel, event):
+        if isinstance(event, Claim):
+            channel.send(Unknown(seq=event.seq, request=event.request))
+
+    def compute(self, seconds: float) -> None:
+        """A step of the engine, in Python."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            pass
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+class ListeningProcess(Commanded):
+    """A side in a process of its own that listens."""
+
+    def __init__(self, port: int = 0, timing: Timing = QUICK) -> None:
+        super().__init__(_Listening, port, timing)
+        self.port: int = self.ask("port")
+
+
+class NoThread(threading.Thread):
+    """One that the machine has no room for."""
+
+    def start(self):
+        raise RuntimeError("can't start new thread")

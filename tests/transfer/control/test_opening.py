@@ -16,15 +16,15 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from endpoints import COMPAT, QUICK, SHORT, Side, opened, until
+from endpoints import COMPAT, QUICK, SHORT, NoThread, Side, opened, until
 
 from kvconnect.errors import BadMessage, ConfigurationError, PeerRefused
 from kvconnect.trace import metrics
 from kvconnect.transfer import acceptor
 from kvconnect.transfer.control import handshake
 from kvconnect.transfer.control.description import Compat
-from kvconnect.transfer.control.events import Disconnected
-from kvconnect.transfer.control.handshake import OPENING_LIMIT, check_compat, shake_hands
+from kvconnect.transfer.control.endpoint import Disconnected
+from kvconnect.transfer.control.handshake import OPENING_LIMIT, shake_hands
 from kvconnect.transfer.control.keyed import GrantKeys
 from kvconnect.transfer.control.listener import Listener
 from kvconnect.transfer.control.messages import (
@@ -157,11 +157,6 @@ def test_one_that_has_proved_nothing_is_told_neither_field_nor_values(sides, cap
     assert f"{name}:" not in str(peer.error)
     assert str(value) not in str(peer.error)
     until(lambda: f"a peer was refused: {name}: {value!r} here" in caplog.text)
-
-
-def test_the_first_field_that_differs_is_named():
-    with pytest.raises(PeerRefused, match="dtype: 'float64' here, 'float16' at the peer"):
-        check_compat(COMPAT, COMPAT.model_copy(update={"dtype": "float16", "key_dim": 1}))
 
 
 @pytest.mark.parametrize(
@@ -405,18 +400,13 @@ def test_one_for_which_there_is_no_thread_is_closed_and_those_after_it_are_serve
     p, d = Side("P"), Side("D")
     (listening,) = sides(p)
     with monkeypatch.context() as patch:
-        patch.setattr(acceptor, "threading", SimpleNamespace(Thread=_NoThread))
+        patch.setattr(acceptor, "threading", SimpleNamespace(Thread=NoThread))
         with socket.create_connection(("127.0.0.1", listening.port)) as sock:
             sock.settimeout(60)
             assert sock.recv(1) == b""
     assert not listening._opening
     with Peer(d.endpoint, "127.0.0.1", listening.port) as peer:
         assert opened(peer)
-
-
-class _NoThread(threading.Thread):
-    def start(self):
-        raise RuntimeError("can't start new thread")
 
 
 def test_one_that_sends_a_byte_now_and_then_is_cut_off(sides):

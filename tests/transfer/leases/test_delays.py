@@ -13,8 +13,6 @@ import random
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from kvconnect.transfer.claims import LeaseClient
 from kvconnect.transfer.control.messages import decode, encode
@@ -123,21 +121,6 @@ def check(simulation: Simulation) -> None:
     assert simulation.freed_at < float("inf")
 
 
-SIMULATIONS = st.builds(
-    Simulation,
-    late=st.lists(st.sampled_from(LATE_S), min_size=1, max_size=12),
-    reads=st.lists(st.sampled_from(READ_S) | st.floats(0, 16), min_size=1, max_size=3),
-    speeds=st.tuples(st.sampled_from(SPEEDS), st.sampled_from(SPEEDS)),
-    cut_at=st.none() | st.floats(0, 20),
-)
-
-
-@settings(max_examples=100)
-@given(SIMULATIONS)
-def test_what_p_had_freed_is_never_valid(simulation):
-    check(simulation)
-
-
 def simulations(count: int, seed: int):
     rng = random.Random(seed)
     for _ in range(count):
@@ -151,7 +134,7 @@ def simulations(count: int, seed: int):
 
 def test_what_p_had_freed_is_never_valid_in_many_runs():
     outcomes: Counter[object] = Counter()
-    for one in simulations(600, seed=1):
+    for one in simulations(300, seed=1):
         check(one)
         outcomes[one.claimed.lease.outcome] += 1
         outcomes["after its own end"] += (
@@ -159,8 +142,8 @@ def test_what_p_had_freed_is_never_valid_in_many_runs():
             and one.read_end * one.d_speed + 77 >= one.claimed.lease.end
         )
     # Or it would show nothing: both decisions are taken, and the second by P's word, too.
-    assert outcomes[Outcome.VALID] > 50
-    assert outcomes[Outcome.INVALID] > 50
+    assert outcomes[Outcome.VALID] > 25
+    assert outcomes[Outcome.INVALID] > 25
     assert outcomes["after its own end"] > 0
 
 

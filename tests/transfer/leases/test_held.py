@@ -14,18 +14,6 @@ from kvconnect.transfer.leases.timer import MAX_DRIFT, lease_clock
 LATE = "transfer.late_reads"
 
 
-class Clock:
-    now = 50.0
-
-    def __call__(self):
-        return self.now
-
-
-@pytest.fixture
-def clock():
-    return Clock()
-
-
 @pytest.fixture
 def lease(clock):
     return HeldLease("r", 1, clock=clock)

@@ -185,14 +185,14 @@ class Transfers(RuleBasedStateMachine):
     def p_hears(self, pick, again):
         at = pick % len(self.to_p)
         message = decode(self.to_p[at] if again else self.to_p.pop(at))
-        assert self.server.handle(message, "D", self.send_to_d)
+        self.server.handle(message, "D", self.send_to_d)
 
     @rule(pick=PICKS, again=st.booleans())
     @precondition(lambda self: self.to_d)
     def d_hears(self, pick, again):
         at = pick % len(self.to_d)
         message = decode(self.to_d[at] if again else self.to_d.pop(at))
-        assert self.client.handle(message, "P")
+        self.client.handle(message, "P")
 
     @rule()
     def all_is_heard(self):

@@ -20,7 +20,6 @@ from kvconnect.transfer.control.messages import (
     Claim,
     Expired,
     Grant,
-    Ping,
     Release,
     Unknown,
     Watermark,
@@ -139,26 +138,19 @@ def test_what_was_lost_with_a_connection_is_told_again(p, d):
 # ------------------------------------------------------------------------------ single parts
 
 
-class Clock:
-    now = 5.0
-
-    def __call__(self):
-        return self.now
-
-
-def test_a_claim_that_waited_long_is_unknown():
-    clock, said = Clock(), []
+def test_a_claim_that_waited_long_is_unknown(clock):
+    said: list = []
     server = LeaseServer(len, max_lease_total=10, claim_wait_s=30, clock=clock)
     server.handle(Claim(seq=4, request="r"), "D", said.append)
-    assert server.reap() == 35
-    clock.now = 35
+    assert server.reap() == 80
+    clock.now = 80
     assert server.reap() is None
     assert said == [Unknown(seq=4, request="r")]
 
 
 @pytest.mark.parametrize("how", ["aborts", "waits too long"])
-def test_who_waited_for_an_offer_and_let_go_is_not_waited_for(how):
-    clock, unpinned = Clock(), []
+def test_who_waited_for_an_offer_and_let_go_is_not_waited_for(how, clock):
+    unpinned: list = []
     server = LeaseServer(unpinned.extend, max_lease_total=10, claim_wait_s=30, clock=clock)
     for holder in ("D0", "D1"):
         server.handle(Claim(seq=1, request="r", readers=2), holder, lambda _: True)
@@ -200,28 +192,34 @@ def test_who_let_go_and_claims_again_is_answered():
     assert len(server.table) == 1
 
 
-def test_who_let_go_is_remembered_within_bounds():
+def test_who_let_go_is_remembered_within_bounds(monkeypatch):
+    monkeypatch.setattr("kvconnect.transfer.leases.lease._MAX_READERS", 50)
     server = LeaseServer(len, max_lease_total=10)
-    for number in range(500):
+
+    def lets_go(request, reader):
+        server.handle(Claim(seq=1, request=request), f"D{reader}", lambda _: True)
+        server.handle(Abort(request=request, reason="done"), f"D{reader}", lambda _: True)
+
+    for number in range(12):
         for reader in range(20):
-            server.handle(Claim(seq=1, request=str(number)), f"D{reader}", lambda _: True)
-            server.handle(Abort(request=str(number), reason="done"), f"D{reader}", lambda _: True)
-    assert 4096 - 20 < len(server._let_go) <= 4096
-    server.handle(Claim(seq=1, request="499"), "D0", lambda _: True)
-    assert set(server._let_go.pop("499")) == {f"D{reader}" for reader in range(1, 20)}
+            lets_go(str(number), reader)
+    assert 50 - 20 < len(server._let_go) <= 50
+    server.handle(Claim(seq=1, request="11"), "D0", lambda _: True)
+    assert set(server._let_go.pop("11")) == {f"D{reader}" for reader in range(1, 20)}
     assert not server._let_go.pop("0")
-    for number in range(100):
-        server.handle(Claim(seq=1, request="r"), f"D{number}", lambda _: True)
-        server.handle(Abort(request="r", reason="done"), f"D{number}", lambda _: True)
+    monkeypatch.undo()
+    for reader in range(100):
+        lets_go("r", reader)
     assert len(server._let_go.pop("r")) == 64
 
 
-def test_claims_that_wait_are_bounded_and_end_with_their_channel():
+def test_claims_that_wait_are_bounded_and_end_with_their_channel(monkeypatch):
+    monkeypatch.setattr("kvconnect.transfer.leases.server._MAX_WAITING", 5)
     said: list = []
     server = LeaseServer(len, max_lease_total=10)
-    for number in range(1025):
+    for number in range(6):
         server.handle(Claim(seq=1, request=str(number)), "D", said.append)
-    assert said == [Unknown(seq=1, request="1024")]
+    assert said == [Unknown(seq=1, request="5")]
     server.disconnected("D", said.append)
     assert not server._waiting
 
@@ -238,7 +236,7 @@ def test_what_an_earlier_connection_said_is_late_and_ends_nothing(kind):
     server.connected("D", later.send)
     server.handle(Claim(seq=2, request="r"), "D", later.send)
     fields = {"request": "r", "epoch": epoch} | ({"seq": 3} if kind is Release else {})
-    assert server.handle(kind(**fields), "D", earlier.send)
+    server.handle(kind(**fields), "D", earlier.send)
     assert [type(one) for one in said] == [Grant, Grant]
     assert not server.table.take_ended()
     server.handle(kind(**fields), "D", later.send)
@@ -265,7 +263,6 @@ def test_a_claim_of_an_epoch_does_not_wait():
     server.withdraw(key)
     server.handle(Claim(seq=2, request="r", epoch=key.epoch), "D", said.append)
     assert said[1:] == [Expired(seq=2, request="r", epoch=key.epoch)]
-    assert not server.handle(Ping(number=1), "D", said.append)
 
 
 def test_what_could_not_be_unpinned_is_handed_over_again():
@@ -325,9 +322,9 @@ def test_a_timer_goes_on_after_an_error(caplog, monkeypatch):
 @pytest.mark.parametrize(
     ("restarts", "why"), [(False, "has expired"), (True, "knows no such lease")]
 )
-def test_what_the_peer_no_longer_holds_is_invalid(restarts, why, asks):
+def test_what_the_peer_no_longer_holds_is_invalid(restarts, why, asks, clock):
     """It was frozen until the lease had ended, or starts anew."""
-    clock, said, answers = Clock(), [], []
+    said, answers = [], []
     client = LeaseClient(clock=clock)
     client.connected("P", lambda message: said.append(message) or True)
 
@@ -356,22 +353,23 @@ def test_what_the_peer_no_longer_holds_is_invalid(restarts, why, asks):
     assert why in claimed.lease.lost
 
 
-def test_renewals_of_one_peer_go_in_one_message():
-    clock, said = Clock(), []
+def test_renewals_of_one_peer_go_in_one_message(monkeypatch, clock):
+    monkeypatch.setattr("kvconnect.transfer.claims.MAX_ENTRIES", 10)
+    said: list = []
     client = LeaseClient(clock=clock)
     client.connected("P", lambda message: said.append(message) or True)
-    for number in range(1500):
+    for number in range(15):
         claimed = client.claim("P", str(number))
         grant = client_grant(said[-1])
         client.handle(grant, "P")
         assert claimed.lease.may_read()
-        if number == 1000:
+        if number == 9:
             clock.now += 1  # the later ones go along nevertheless
     said.clear()
-    assert client.renew() == 5 + 3
-    clock.now = 5 + 3
+    assert client.renew() == 50 + 3
+    clock.now = 50 + 3
     client.renew()
-    assert [len(one.leases) for one in said] == [1024, 476]
+    assert [len(one.leases) for one in said] == [10, 5]
     assert client.renew() == clock.now + 3
 
 

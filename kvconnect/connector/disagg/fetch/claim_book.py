@@ -22,12 +22,15 @@ class ClaimBook:
         client: the client that asks for leases.
         peers: the connections to other engines.
         heads: the KV heads of the model that this rank has, for each pool group.
+
+    Attributes:
+        client, heads: the arguments.
     """
 
     def __init__(self, client: LeaseClient, peers: Peers, heads: Sequence[StoredHeads]) -> None:
         self.client = client
         self._peers = peers
-        self._heads = heads
+        self.heads = heads
         self._lock = threading.Lock()
         self._claims: dict[tuple[str, str], Claimed] = {}
 
@@ -42,7 +45,7 @@ class ClaimBook:
         """
         wanted = [
             (address_of_rank(address, one.rank), one.readers)
-            for one in sources(self._heads, tp_size)
+            for one in sources(self.heads, tp_size)
         ]
         return [self.claim(where, name, readers) for where, readers in wanted]
 
@@ -76,7 +79,7 @@ class ClaimBook:
         address = address_of_rank(order.address, source.rank)
         with self._lock:
             found = self._claims.get((address, order.name))
-        if found is None and self._heads[0].shard.tp_rank:
+        if found is None and self.heads[0].shard.tp_rank:
             found = self.claim(address, order.name, source.readers)
         return found
 

@@ -6,32 +6,25 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
 from kvconnect.connector.data import Direction, TransferFailure
 from kvconnect.connector.disagg.fetch.claim_book import ClaimBook
 from kvconnect.connector.disagg.fetch.landing import LANDING_SHARE, Landing
 from kvconnect.connector.disagg.fetch.load import Load, LoadsBeside
-from kvconnect.connector.disagg.fetch.part import PULL_NBYTES, Part
+from kvconnect.connector.disagg.fetch.part import PULL_NBYTES, FetchSettings, Part
 from kvconnect.connector.disagg.fetch.sources import Source, sources
 from kvconnect.connector.disagg.messages import FetchOrder
 from kvconnect.errors import KvConnectError, PullFailed, RetryLater, UsageError
-from kvconnect.keys import Shard
-from kvconnect.layout import KvCacheLayout
-from kvconnect.shards import StoredHeads, stored_heads
 from kvconnect.trace import count, warn_once
-from kvconnect.transfer.control.digests import FindDigest, FoundDigest
+from kvconnect.transfer.control.messages import FindDigest, FoundDigest
 from kvconnect.transfer.digests import digest_of_pieces
 from kvconnect.transfer.peers import PeerLink
 from kvconnect.transfer.pull import Pull
 from kvconnect.transfer.quarantine import Quarantine
 from kvconnect.transfer.reads import Reads
 from kvconnect.transfer.transport import PeerHandle, Transport
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 logger = logging.getLogger("kvconnect")
 
@@ -47,15 +40,8 @@ class Fetcher:
         transport: the transport of blocks.
         claims: the claims that the scheduler made; a rank without a scheduler makes them when a
             load begins.
-        layouts, regions: the layouts of the pool groups, and the transport's numbers of this side's
-            pools.
-        load_s: the longest time that a load may take.
-        idle_s: how long a load waits for the other engine to compute more.
-        min_bytes_per_s: the rate below which a pull counts as failed.
+        settings: this side's pools, and the limits of a load.
         quarantine: the quarantine of blocks that failed pulls may still write to.
-        heads: the KV heads of the model that this rank has, for each pool group; by default all.
-        verified: this engine's pools by region, if digests of both engines are compared before a
-            load counts as valid; ``None``: digests are not compared.
         landing: the memory for loads whose requests compute meanwhile; ``None``: none do.
 
     Attributes:
@@ -67,27 +53,15 @@ class Fetcher:
         self,
         transport: Transport,
         claims: ClaimBook,
+        settings: FetchSettings,
         *,
-        layouts: Sequence[KvCacheLayout],
-        regions: Sequence[int],
-        load_s: float,
-        idle_s: float,
-        min_bytes_per_s: float,
         quarantine: Quarantine,
-        heads: Sequence[StoredHeads] = (),
-        verified: Mapping[int, Tensor] | None = None,
         landing: Landing | None = None,
     ) -> None:
         self._transport = transport
-        self._heads = tuple(heads or stored_heads(layouts, Shard()))
-        self._layouts = layouts
-        self._regions = regions
-        self._verified = verified
+        self._settings = settings
         self._landing = landing
         self.beside = LoadsBeside()
-        self._load_s = load_s
-        self._idle_s = idle_s
-        self._min_bytes_per_s = min_bytes_per_s
         self._quarantine = quarantine
         self.claims = claims
         self._expected: dict[int, Load] = {}  # and the next are this thread's
@@ -112,7 +86,7 @@ class Fetcher:
 
         `done` and `news` are called on the fetcher's thread, see `Load`.
         """
-        load = Load(order, self._layouts[0].tokens_per_block, done, news=news)
+        load = Load(order, self._settings.layouts[0].tokens_per_block, done, news=news)
         self.beside.add(load)
         self._post(partial(self._expected.__setitem__, order.request_id, load))
 
@@ -231,7 +205,7 @@ class Fetcher:
         if load is None:
             return
         try:
-            for source in sources(self._heads, order.tp_size):
+            for source in sources(self.claims.heads, order.tp_size):
                 load.parts.append(self._part(order, source))
         except Exception as error:
             self.claims.drop(order)
@@ -255,12 +229,8 @@ class Fetcher:
             claim.link,
             pull=self.pull,
             compare=self._compare,
-            layouts=self._layouts,
-            regions=self._regions,
+            settings=self._settings,
             source=source,
-            idle_s=self._idle_s,
-            deadline=time.monotonic() + self._load_s,
-            verify=self._verified is not None,
             most_nbytes=self._memory.slot_nbytes if order.overlaps else PULL_NBYTES,
         )
 
@@ -288,7 +258,7 @@ class Fetcher:
                 return None
             landed = self._memory.into(slot, reads)
         nbytes = self._flying_nbytes + reads.total_nbytes
-        pull = self._start(part.link, landed, _SLACK_S + nbytes / self._min_bytes_per_s)
+        pull = self._start(part.link, landed, _SLACK_S + nbytes / self._settings.min_bytes_per_s)
         self._flying_nbytes = nbytes
         pull.done.add_done_callback(
             lambda done: self._post_step(
@@ -324,8 +294,8 @@ class Fetcher:
         def compare() -> None:
             found = None if answer.cancelled() else answer.result()
             same = False
-            if isinstance(found, FoundDigest) and self._verified is not None:
-                memory = self._verified[reads.local_region]
+            if isinstance(found, FoundDigest):
+                memory = self._settings.pools[reads.local_region]
                 ours = digest_of_pieces(memory, reads.local_offsets.tolist(), reads.nbytes)
                 same = ours == found.digest
             if not same:
@@ -371,10 +341,10 @@ class Fetcher:
                 pull.terminal.add_callback(lambda: self._post(partial(self._slot_freed, slot)))
         handle = self._handles.pop(pull, None)
         if handle is not None and not pull.terminal.is_set():
-            blocks = -(-pull.nbytes // self._layouts[0].block_nbytes)
+            blocks = -(-pull.nbytes // self._settings.layouts[0].block_nbytes)
             if slot is not None:
                 blocks = max(blocks, self._quarantine.share(LANDING_SHARE))
-            self._quarantine.hold(pull, handle, blocks, lambda: None)
+            self._quarantine.hold(pull, handle, blocks)
         part.pull_done(pull, error)
 
     def _report_failure(self, load: Load, reason: str, *, writes_ended: bool) -> None:

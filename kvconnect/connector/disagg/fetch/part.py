@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 from kvconnect.connector.disagg.fetch.arrivals import Arrivals
 from kvconnect.connector.disagg.fetch.pieces import FetchPlan, RemoteBlocks, cut_reads
@@ -32,6 +33,27 @@ _SLACK_S = 2.0
 _CONNECTING_S = 0.05
 
 
+@dataclass(frozen=True, slots=True)
+class FetchSettings:
+    """The pools that loads of a rank fill, and the limits of the loads.
+
+    Attributes:
+        layouts: the layouts of the pool groups.
+        pools: the memory of each pool group, in their order, by its number at the transport.
+        load_s: the longest time that a load may take, in seconds.
+        idle_s: how long a load waits for the other engine to compute more, in seconds.
+        min_bytes_per_s: the rate below which a pull counts as failed.
+        verify: digests of both engines are compared before a load counts as valid.
+    """
+
+    layouts: Sequence[KvCacheLayout]
+    pools: Mapping[int, Tensor]
+    load_s: float
+    idle_s: float
+    min_bytes_per_s: float
+    verify: bool = False
+
+
 class Part:
     """Reads more of a prompt whenever a rank of the other engine has computed more of it.
 
@@ -50,12 +72,8 @@ class Part:
         pull: starts a pull, which later calls `pull_done` and `pull_terminal`; ``None``: there is
             no memory for it before the next call of `advance`.
         compare: compares the bytes of both sides, and later calls `compared`.
-        layouts: the layouts of this side's pool groups.
-        regions: the regions of this side's pools at the transport.
+        settings: this side's pools, and the limits of a load, which begins now.
         source: the rank of the other side, and the heads that are read from it.
-        idle_s: seconds to wait for the other engine to compute more.
-        deadline: the latest end of the part, on the monotonic clock.
-        verify: digests of both engines are compared before the part counts as valid.
         most_nbytes: the most bytes of a pull, but a piece at least.
 
     Attributes:
@@ -73,12 +91,8 @@ class Part:
         *,
         pull: Callable[[Part, Reads], Pull | None],
         compare: Callable[[Part, Reads], None],
-        layouts: Sequence[KvCacheLayout],
-        regions: Sequence[int],
+        settings: FetchSettings,
         source: Source,
-        idle_s: float,
-        deadline: float,
-        verify: bool = False,
         most_nbytes: int = PULL_NBYTES,
     ) -> None:
         self.order = order
@@ -89,24 +103,23 @@ class Part:
         self.nbytes = 0
         self._pull = pull
         self._compare = compare
-        self._layouts = layouts
+        self._settings = settings
         self._source = source
-        self._plan = FetchPlan(order, layouts, regions, source.heads)
+        self._plan = FetchPlan(order, settings.layouts, tuple(settings.pools), source.heads)
         self.arrivals = Arrivals(order, self._plan, claim) if order.overlaps else None
         self._most_nbytes = most_nbytes
         self._told: tuple[Hello, list[KvCacheLayout]] | None = None
         self._computed = NOTHING_COMPUTED
-        self._remote = [RemoteBlocks() for _ in layouts]
+        self._remote = [RemoteBlocks(0, 0, (), layout) for layout in settings.layouts]
         self._ready: deque[Reads] = deque()
         self._pulls: set[Pull] = set()  # not terminal
         self._reading: set[Pull] = set()  # not done
-        self._idle_s = idle_s
-        self._deadline = deadline
         self._progress_at = time.monotonic()
+        self._deadline = self._progress_at + settings.load_s
         self._look_at: float | None = None  # again, for whether there is a connection
         self._released_at: float | None = None
         self._to_release: Claimed | None = None
-        self._unverified: deque[Reads] | None = None if verify else deque()
+        self._unverified: deque[Reads] | None = None if settings.verify else deque()
         self._verifying = 0
 
     @property
@@ -120,7 +133,7 @@ class Part:
             return min(self._deadline, self._released_at + _SLACK_S)
         if self._reading:  # they have deadlines of their own
             return self._deadline
-        due = min(self._deadline, self._progress_at + self._idle_s)
+        due = min(self._deadline, self._progress_at + self._settings.idle_s)
         return due if self._look_at is None else min(due, self._look_at)
 
     def numbers(self, reads: Reads) -> npt.NDArray[np.int64]:
@@ -272,13 +285,14 @@ class Part:
             self._succeed()
 
     def _check_progress(self, now: float) -> None:
-        if not self._reading and now >= self._progress_at + self._idle_s:
-            self.fail(f"the other side computed nothing more of it for {self._idle_s:g} s")
+        idle_s = self._settings.idle_s
+        if not self._reading and now >= self._progress_at + idle_s:
+            self.fail(f"the other side computed nothing more of it for {idle_s:g} s")
 
     def _learn(self, claimed: Claimed) -> bool:
         """Records the other side's messages about the claim; returns whether one was new."""
         hello, mark = self.link.hello, claimed.mark
-        if not claimed.tokens or hello is None or len(claimed.blocks) > len(self._layouts):
+        if not claimed.tokens or hello is None or len(claimed.blocks) > len(self._remote):
             return False
         if (hello.rank, hello.tp_size) != (self._source.rank, self.order.tp_size):
             self.fail(

@@ -27,13 +27,13 @@ class RemoteBlocks:
         region: the number of the pool at the other side's transport.
         first: the number, within the request, of the first known block.
         ids: the ids of the blocks from `first` on.
-        layout: the layout of that pool; ``None``: as on this side.
+        layout: the layout of that pool.
     """
 
-    region: int = 0
-    first: int = 0
-    ids: tuple[int, ...] = ()
-    layout: KvCacheLayout | None = None
+    region: int
+    first: int
+    ids: tuple[int, ...]
+    layout: KvCacheLayout
 
 
 class FetchPlan:
@@ -46,8 +46,7 @@ class FetchPlan:
         order: the order of the load, with the blocks that it fills.
         layouts: the layouts of this side's pool groups.
         regions: the regions of this side's pools.
-        heads: the heads that are read from that rank, by pool group; a missing group reads none. By
-            default all.
+        heads: the heads that are read from that rank, by pool group; a missing group reads none.
 
     Attributes:
         stop: the first block, in the only pool, of those that `take_last` has returned.
@@ -58,7 +57,7 @@ class FetchPlan:
         order: FetchOrder,
         layouts: Sequence[KvCacheLayout],
         regions: Sequence[int],
-        heads: Mapping[int, HeadSlice] | None = None,
+        heads: Mapping[int, HeadSlice],
     ) -> None:
         self._order = order
         self._layouts = layouts
@@ -68,30 +67,16 @@ class FetchPlan:
         self._ids: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None = None
         # By pool group and layer: the leading blocks of the order that were returned.
         self._asked = [
-            [0 if self._needs(group) else len(order.blocks[group])] * layout.num_layers
+            [0 if group in heads else len(order.blocks[group])] * layout.num_layers
             for group, layout in enumerate(layouts)
         ]
-
-    @property
-    def nbytes(self) -> int:
-        """The size of the blocks that the load fills, alone or with other ranks."""
-        return sum(
-            len(ids) * layout.block_nbytes
-            for group, (ids, layout) in enumerate(
-                zip(self._order.blocks, self._layouts, strict=True)
-            )
-            if self._needs(group)
-        )
-
-    def _needs(self, group: int) -> bool:
-        return self._heads is None or group in self._heads
 
     def lacks(self, remote: Sequence[RemoteBlocks]) -> bool:
         """Returns whether a window of the other engine has dropped tokens that blocks here hold."""
         return any(
-            self._needs(group)
+            group in self._heads
             and bool(self._order.blocks[group] and one.ids)
-            and one.first * self._their_size(group, one) > self._first_token(group)
+            and one.first * one.layout.tokens_per_block > self._first_token(group)
             for group, one in enumerate(remote)
         )
 
@@ -185,7 +170,7 @@ class FetchPlan:
         last token since the read.
         """
         for group, (layout, ids) in enumerate(zip(self._layouts, self._order.blocks, strict=True)):
-            if not ids or not self._needs(group):
+            if not ids or group not in self._heads:
                 continue
             first, size = self._order.first_blocks[group], layout.tokens_per_block
             whole = 0
@@ -197,7 +182,7 @@ class FetchPlan:
             yield from self._strided(group, remote[group], rest, layers, exact=True)
 
     def _is_same(self, group: int, remote: RemoteBlocks) -> bool:
-        return remote.layout is None or remote.layout == self._layouts[group]
+        return remote.layout == self._layouts[group]
 
     def _strided(
         self,
@@ -208,31 +193,24 @@ class FetchPlan:
         *,
         exact: bool = False,
     ) -> list[Reads]:
-        layout, theirs = self._layouts[group], remote.layout or self._layouts[group]
-        ours = slice(0, layout.num_kv_heads)
-        source, target = slice(0, theirs.num_kv_heads), ours
-        if self._heads is not None:
-            source, target = self._heads[group].source, self._heads[group].target
+        layout, heads = self._layouts[group], self._heads[group]
         first = self._order.first_blocks[group] + blocks.start
         ids = self._order.blocks[group][blocks.start : blocks.stop]
         size = layout.tokens_per_block
         return strided_reads(
-            BlockRun(remote.region, theirs, source, remote.first, remote.ids),
-            BlockRun(self._regions[group], layout, target, first, ids),
+            BlockRun(remote.region, remote.layout, heads.source, remote.first, remote.ids),
+            BlockRun(self._regions[group], layout, heads.target, first, ids),
             tokens=range(first * size, min((first + len(ids)) * size, self._order.end)),
             layers=layers,
             exact=exact,
         )
-
-    def _their_size(self, group: int, remote: RemoteBlocks) -> int:
-        return (remote.layout or self._layouts[group]).tokens_per_block
 
     def _first_token(self, group: int) -> int:
         return self._order.first_blocks[group] * self._layouts[group].tokens_per_block
 
     def _num_known(self, group: int, remote: RemoteBlocks) -> int:
         """Returns how many leading blocks of the order the other engine's known blocks fill."""
-        theirs = self._their_size(group, remote)
+        theirs = remote.layout.tokens_per_block
         if not remote.ids or remote.first * theirs > self._first_token(group):
             return 0
         return self._num_filled(group, (remote.first + len(remote.ids)) * theirs)
