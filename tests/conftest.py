@@ -68,6 +68,16 @@ def pytest_collection() -> Generator[None, object, object]:
         multiprocessing.set_forkserver_preload(list(FORKED))
 
 
+@pytest.fixture(autouse=True, scope="session")
+def no_test_cuts_the_power() -> Generator[None]:
+    """So SQLite need not sync, which takes most of the time of a small disk store."""
+    from kvconnect.backends.disk import format as disk_format
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(disk_format._SYNCHRONOUS, "process", "OFF")
+        yield
+
+
 @pytest.fixture(autouse=True, scope="module")
 def what_was_imported_is_not_collected() -> None:
     """Else each `gc.collect` of a test looks through all of torch, and through all tests."""

@@ -87,6 +87,8 @@ _HAS_STRICT = (3, 37, 0)
 # The range of the random number of an index's first data file, so that files of an earlier or later
 # index have other names.
 _FIRST_SEGMENTS = 1 << 40
+# SQLite syncs each commit with FULL, and only the moves of its log into the database with NORMAL.
+_SYNCHRONOUS: dict[Durability, str] = {"power": "FULL", "process": "NORMAL"}
 _BUSY_S = 5.0
 _PAUSE_S = 0.005
 # SQLite moves the write-ahead log into the database at so many pages; see `IndexLog`, too.
@@ -135,7 +137,7 @@ def connect(directory: Path, durability: Durability, log: int) -> sqlite3.Connec
     make_index(directory)
     with _opening(path) as db:
         _start_log(db)
-        db.execute(f"PRAGMA synchronous={'FULL' if durability == 'power' else 'NORMAL'}")
+        db.execute(f"PRAGMA synchronous={_SYNCHRONOUS[durability]}")
         db.execute(f"PRAGMA wal_autocheckpoint={log // _PAGE}")
         db.execute(f"PRAGMA journal_size_limit={log}")
         db.execute(f"PRAGMA cache_size=-{_CACHE_KIB}")

@@ -28,7 +28,6 @@ from kvconnect.backends.disk.path import identity, log_identity
 from kvconnect.backends.disk.rows import INSERT, Reservation, row_of
 from kvconnect.backends.disk.settings import DiskSettings
 from kvconnect.backends.disk.slots import SlotAllocator, slot_size
-from kvconnect.backends.disk.use_clock import SANE, UseClock
 from kvconnect.backends.quotas import tenant_of
 from kvconnect.keys import BlockKey
 
@@ -36,6 +35,29 @@ _EXPIRED_PER_SAVE = 256
 _EXPIRED_AT_OPEN = 16384
 # Seconds between two checks for damage while the index is open.
 _CHECK_S = 60.0
+# Microseconds of the year 4253: a later stamp counts as damage and is ignored.
+_SANE = 1 << 56
+
+
+class UseClock:
+    """A clock of use: each stamp is newer than all before it.
+
+    A stamp is the Unix time in microseconds. If the system's clock went back, stamps continue from
+    the newest one at the monotonic clock's rate.
+
+    Args:
+        newest: the newest stamp of the index below `_SANE`; 0: there is none.
+    """
+
+    def __init__(self, newest: int) -> None:
+        self._began_ns = time.monotonic_ns()
+        self._base = newest + 1
+
+    def now(self) -> int:
+        """Returns the stamp for a use now."""
+        elapsed = (time.monotonic_ns() - self._began_ns) // 1000
+        self._base = max(self._base, microseconds() - elapsed)
+        return self._base + elapsed
 
 
 class IndexWriter:
@@ -89,7 +111,7 @@ class IndexWriter:
             with self._transaction():
                 self._owner = Owner(directory)
                 self._slots.eviction.prepare()
-                newest = self._db.execute("SELECT max(used) FROM blocks WHERE used<?", (SANE,))
+                newest = self._db.execute("SELECT max(used) FROM blocks WHERE used<?", (_SANE,))
                 self.use_clock = UseClock(newest.fetchone()[0] or 0)
                 newest.close()
         except BaseException:

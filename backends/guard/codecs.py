@@ -114,13 +114,7 @@ class CodecFlag(IntFlag):
     AES_GCM = 16
 
 
-_NAMES = {
-    "fp8": CodecFlag.FP8,
-    "int8": CodecFlag.INT8,
-    "zstd": CodecFlag.ZSTD,
-    "lz4": CodecFlag.LZ4,
-    "aes-gcm": CodecFlag.AES_GCM,
-}
+_NAMES = {str(flag.name).lower().replace("_", "-"): flag for flag in CodecFlag}
 QuantizedDtype = Literal["fp8", "int8"]
 _QUANTIZED = {"fp8": "fp8_e4m3", "int8": "int8"}
 _LOSSY: dict[CodecFlag, QuantizedDtype] = {CodecFlag.FP8: "fp8", CodecFlag.INT8: "int8"}

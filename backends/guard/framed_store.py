@@ -64,11 +64,8 @@ class FramedStore:
 
         async def fill(part: slice) -> int:
             some, frames = keys[part], rooms[part]
-            if taken:
-                filled = await self._inner.load_hashed(some, frames, taken[part])
-            else:
-                filled = await self._inner.load(some, frames)
-            if counted(filled, len(some), self._name, "load") < len(some):
+            filled = await load_counted(self._inner, some, frames, taken[part], self._name)
+            if filled < len(some):
                 await self._drop_misfit(some[filled], frames[filled].numel())
             return filled
 

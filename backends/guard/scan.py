@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import AsyncIterator
 
 from kvconnect.backend import StoredEntry
-from kvconnect.backends.guard.answers import checked_entry
+from kvconnect.backends.guard.answers import is_entry
 from kvconnect.backends.guard.calls import Call, Calls
-from kvconnect.errors import RetryLater
+from kvconnect.errors import BackendUnavailable, RetryLater
 
 # A call of its own for each entry costs more than the entry. A reader of a few entries does not
 # wait for many: each step has twice as many as the one before.
@@ -36,7 +36,9 @@ async def scanned(
     async def step(_: Call) -> bool:
         end = loop.time() + _STEP_S
         while (entry := await anext(listing, None)) is not None:
-            taken.append(checked_entry(entry, name))
+            if not is_entry(entry):
+                raise BackendUnavailable(f"{name}: scan answered {entry!r:.200}")
+            taken.append(entry)
             if len(taken) == most or loop.time() >= end:
                 return True
         return False

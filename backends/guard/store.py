@@ -6,18 +6,14 @@ import asyncio
 import logging
 import os
 import weakref
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvconnect.backend import Access, Backend, Child, StoredBlock, StoredEntry
-from kvconnect.backends.guard.answers import (
-    checked_children,
-    checked_entries,
-    checked_numbers,
-    checked_pins,
-)
+from kvconnect.backends.guard.answers import are_children, are_entries, are_flags, are_numbers
 from kvconnect.backends.guard.breaker import BreakerState
 from kvconnect.backends.guard.calls import Call, Calls, counted, mapped, unopened
 from kvconnect.backends.guard.codecs import Codecs
@@ -36,6 +32,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 logger = logging.getLogger("kvconnect")
+
+T = TypeVar("T")
 
 
 class GuardedBackend(Backend):
@@ -266,9 +264,8 @@ class GuardedBackend(Backend):
 
     async def children(self, key: BlockKey | None) -> Sequence[Child]:
         """Returns the stored blocks whose parent is `key`, within the deadline."""
-        self._opened()
         with self._trace("children"):
-            found = await self._calls.run("children", lambda _: self._children(key))
+            found = await self._ask("children", lambda: self.inner.children(key), are_children)
         return found if self._framed is None else self._framed.framing.children(key, found)
 
     async def scan(self) -> AsyncIterator[StoredEntry]:
@@ -279,8 +276,8 @@ class GuardedBackend(Backend):
 
     async def describe(self, keys: Sequence[BlockKey]) -> Sequence[StoredEntry | None]:
         """Returns the entry that `scan` would yield for each of `keys`, within the deadline."""
-        self._opened()
-        return await self._calls.run("describe", lambda _: self._describe(keys))
+        fits = partial(are_entries, count=len(keys))
+        return await self._ask("describe", lambda: self.inner.describe(keys), fits)
 
     async def pin(self, keys: Sequence[BlockKey], until: float | None) -> Sequence[bool]:
         """Pins or unpins `keys`, within the deadline; returns for each whether it is or was pinned.
@@ -288,8 +285,8 @@ class GuardedBackend(Backend):
         Raises:
             ConfigurationError: `inner` has no pins.
         """
-        self._opened()
-        return await self._calls.run("pin", lambda _: self._pin(keys, until))
+        fits = partial(are_flags, count=len(keys))
+        return await self._ask("pin", lambda: self.inner.pin(keys, until), fits)
 
     async def scrub(self) -> bool:
         """Overwrites some bytes of dropped blocks, within the deadline; see `Backend.scrub`."""
@@ -306,7 +303,7 @@ class GuardedBackend(Backend):
         self._opened()
         numbers: Mapping[str, float] = {}
         if self.available:
-            numbers = await self._calls.run("stats", lambda _: self._stats())
+            numbers = await self._ask("stats", self.inner.stats, are_numbers)
         return {**numbers, **self._calls.numbers()}
 
     def parts(self) -> Mapping[str, Backend]:
@@ -334,6 +331,24 @@ class GuardedBackend(Backend):
     def _trace(self, operation: str, **values: float) -> Span:
         return trace(f"store.{operation}", self._labels, **values)
 
+    async def _ask(
+        self, operation: str, start: Callable[[], Awaitable[T]], fits: Callable[[object], bool]
+    ) -> T:
+        """Returns the answer of `inner`, within the deadline.
+
+        Raises:
+            BackendUnavailable: the answer does not fit, which is a failure of the call.
+        """
+
+        async def asked(_: Call) -> T:
+            answer = await start()
+            if not fits(answer):
+                raise BackendUnavailable(f"{self.name}: {operation} answered {answer!r:.200}")
+            return answer
+
+        self._opened()
+        return await self._calls.run(operation, asked)
+
     async def _probe(self) -> None:
         await self._lookup([BlockKey(os.urandom(KEY_NBYTES))])
 
@@ -356,18 +371,6 @@ class GuardedBackend(Backend):
     def was_damaged(self, key: BlockKey) -> bool:
         """Returns whether `key` is one of the last blocks whose frame could not be used."""
         return self._framed is not None and key in self._framed.damaged
-
-    async def _children(self, key: BlockKey | None) -> Sequence[Child]:
-        return checked_children(await self.inner.children(key), self.name)
-
-    async def _describe(self, keys: Sequence[BlockKey]) -> Sequence[StoredEntry | None]:
-        return checked_entries(await self.inner.describe(keys), len(keys), self.name)
-
-    async def _pin(self, keys: Sequence[BlockKey], until: float | None) -> Sequence[bool]:
-        return checked_pins(await self.inner.pin(keys, until), len(keys), self.name)
-
-    async def _stats(self) -> Mapping[str, float]:
-        return checked_numbers(await self.inner.stats(), self.name)
 
     def _readable(self, entry: StoredEntry) -> StoredEntry:
         if self._framed is None or entry.tokens is None or self.codecs.cipher is None:

@@ -25,7 +25,7 @@ from kvconnect.backends.redis.commands import (
 )
 from kvconnect.backends.redis.format import HEAD_NBYTES, Head, Pin
 from kvconnect.backends.redis.router import RedisRouter
-from kvconnect.backends.redis.server import scan_page, survey
+from kvconnect.backends.redis.server import scan, survey
 from kvconnect.backends.redis.settings import Mode
 from kvconnect.backends.redis.wire import Reply
 from kvconnect.errors import BackendUnavailable
@@ -134,9 +134,10 @@ class RedisFinder:
             given: set[int] = set()  # since the last new key
             fruitful_at = time.monotonic()
             while cursor != 0:
-                step = partial(scan_page, self._names, max(cursor, 0))
-                cursor, listed = await self._router.on(server, step)
-                keys = [key for key in dict.fromkeys(listed) if key not in seen]
+                step = partial(scan, self._names.prefix + b"b:", max(cursor, 0))
+                cursor, names = await self._router.on(server, step)
+                listed = dict.fromkeys(map(self._names.key, names))
+                keys = [key for key in listed if key is not None and key not in seen]
                 seen.update(keys)
                 if keys:
                     given.clear()

@@ -13,7 +13,7 @@ from kvconnect.backends.entries import child_from_bytes
 from kvconnect.backends.redis.commands import about, of_another_type, sound, state_of
 from kvconnect.backends.redis.format import HEAD_NBYTES, Head
 from kvconnect.backends.redis.router import RedisRouter
-from kvconnect.backends.redis.server import scan_names
+from kvconnect.backends.redis.server import scan
 from kvconnect.errors import BackendUnavailable
 from kvconnect.keys import KEY_NBYTES, BlockKey
 
@@ -50,7 +50,7 @@ class RedisLeftovers:
             for stem, remove in ((b"c:", self._unlist), (b"p:", self._drop_parts)):
                 cursor, given = 0, set[int]()
                 while True:
-                    step = partial(scan_names, self._names, stem, cursor)
+                    step = partial(scan, self._names.prefix + stem, cursor)
                     cursor, found = await self._router.on(server, step)
                     if cursor in given:
                         raise BackendUnavailable(f"Redis at {server}: its listing does not end")

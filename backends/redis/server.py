@@ -13,7 +13,6 @@ from kvconnect.backends.redis.format import Names
 from kvconnect.backends.redis.settings import Address, Mode, RedisSettings
 from kvconnect.backends.redis.wire import Wire
 from kvconnect.errors import BackendUnavailable, ConfigurationError
-from kvconnect.keys import BlockKey
 from kvconnect.trace import warn_once
 
 _OLDEST = (6, 2)
@@ -88,15 +87,15 @@ def room_of(wire: Wire) -> Room:
     )
 
 
-def scan_page(names: Names, cursor: int, wire: Wire) -> tuple[int, list[BlockKey]]:
-    """Returns the cursor of the next step of SCAN, 0 after the last, and this step's blocks."""
-    after, found = scan_names(names, b"b:", cursor, wire)
-    return after, [key for name in found if (key := names.key(name)) is not None]
-
-
-def scan_names(names: Names, stem: bytes, cursor: int, wire: Wire) -> tuple[int, list[bytes]]:
-    """Returns the cursor of the next step of SCAN, and this step's names that begin with `stem`."""
-    return _step(wire, names.prefix + stem, cursor)
+def scan(stem: bytes, cursor: int, wire: Wire) -> tuple[int, list[bytes]]:
+    """Returns the next cursor of SCAN, 0 after the last, and names that begin with `stem`."""
+    pattern = re.sub(rb"([*?[\]\\^-])", rb"\\\1", stem) + b"*"
+    only = (b"MATCH", pattern) if stem else ()
+    reply = sound(call(wire, b"SCAN", cursor, b"COUNT", _PAGE, *only))
+    match reply:
+        case [bytes() as after, list() as found] if after.isdigit():
+            return int(after), [name for name in found if isinstance(name, bytes)]
+    raise BackendUnavailable(f"Redis: {reply!r} is no answer to SCAN")
 
 
 def survey(names: Names, wire: Wire) -> dict[str, int]:
@@ -108,7 +107,7 @@ def survey(names: Names, wire: Wire) -> dict[str, int]:
     total = sound(call(wire, b"DBSIZE"))
     seen = blocks = nbytes = cursor = empty = 0
     while True:
-        cursor, found = _step(wire, b"", cursor)
+        cursor, found = scan(b"", cursor, wire)
         empty = 0 if found else empty + 1
         if empty > _MOST_EMPTY_PAGES:
             raise BackendUnavailable(f"Redis at {wire.server}: its listing does not end")
@@ -168,13 +167,3 @@ def _info(wire: Wire, section: str) -> dict[str, str]:
         raise BackendUnavailable(f"Redis: {answer!r} where bytes were due")
     lines = answer.decode("utf-8", "replace").splitlines()
     return dict(line.split(":", 1) for line in lines if ":" in line)
-
-
-def _step(wire: Wire, stem: bytes, cursor: int) -> tuple[int, list[bytes]]:
-    pattern = re.sub(rb"([*?[\]\\^-])", rb"\\\1", stem) + b"*"
-    only = (b"MATCH", pattern) if stem else ()
-    reply = sound(call(wire, b"SCAN", cursor, b"COUNT", _PAGE, *only))
-    match reply:
-        case [bytes() as after, list() as found] if after.isdigit():
-            return int(after), [name for name in found if isinstance(name, bytes)]
-    raise BackendUnavailable(f"Redis: {reply!r} is no answer to SCAN")

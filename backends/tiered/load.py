@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -20,56 +20,42 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class TieredReader:
-    """Loads blocks from the tiers, and copies them to faster tiers. Belongs to the event loop.
+async def load(
+    tiers: Sequence[Tier], keys: Sequence[BlockKey], into: Sequence[Tensor], *, promotes: bool
+) -> int:
+    """Fills `into` from `tiers`, in order; see `TieredBackend.load`. Runs on the event loop.
 
-    Args:
-        tiers: in order.
-
-    Attributes:
-        promotes: true if blocks loaded from a slower tier are copied to the faster ones.
+    With `promotes`, blocks loaded from a slower tier are copied to the faster ones.
     """
-
-    def __init__(self, tiers: Sequence[Tier]) -> None:
-        self._tiers = tiers
-        self.promotes = False
-
-    async def load(self, keys: Sequence[BlockKey], into: Sequence[Tensor]) -> int:
-        """Fills `into`; see `TieredBackend.load`."""
-        loaded = 0
-        promotions: list[asyncio.Task[None]] = []
-        bad: set[BlockKey] = set()
-        try:
-            progress = True
-            while progress and loaded < len(keys):
-                progress = False
-                # A slow tier is tried last, so that blocks in another tier need not wait for it.
-                for tier in sorted(self._tiers, key=lambda tier: not tier.prompt):
-                    rest = slice(loaded, None)
-                    got = await _load(tier, keys[rest], into[rest], bad)
-                    if got:
-                        piece = slice(loaded, loaded + got)
-                        promotions += self._promotion(tier, keys[piece], into[piece])
-                        loaded += got
-                        progress = True
-                    if loaded == len(keys):
-                        break
-        finally:
-            # They read `into`, which the caller reuses afterwards. Their failure is not the load's.
-            for error in await asyncio.gather(*promotions, return_exceptions=True):
-                if error is not None:
-                    warn_once("tiered.promotion", f"loaded blocks were not copied: {error!r}")
-            for _ in bad:  # once, however many tiers had a bad copy
-                count("store.bad_frame")
-        return loaded
-
-    def _promotion(
-        self, source: Tier, keys: Sequence[BlockKey], frames: Sequence[Tensor]
-    ) -> Iterator[asyncio.Task[None]]:
-        count(f"store.tiered.loaded.{source.name}", blocks=len(keys))
-        faster = [tier for tier in self._tiers[: self._tiers.index(source)] if tier.alive]
-        if faster and self.promotes:
-            yield asyncio.create_task(_promote(source, faster, keys, frames))
+    before, loaded = -1, 0
+    promotions: list[asyncio.Task[None]] = []
+    bad: set[BlockKey] = set()
+    try:
+        while before < loaded < len(keys):
+            before = loaded
+            # A slow tier is tried last, so that blocks in another tier need not wait for it.
+            for tier in sorted(tiers, key=lambda tier: not tier.prompt):
+                rest = slice(loaded, None)
+                got = await _load(tier, keys[rest], into[rest], bad)
+                if not got:
+                    continue
+                count(f"store.tiered.loaded.{tier.name}", blocks=got)
+                piece = slice(loaded, loaded + got)
+                faster = [one for one in tiers[: tiers.index(tier)] if one.alive]
+                if faster and promotes:
+                    copying = _promote(tier, faster, keys[piece], into[piece])
+                    promotions.append(asyncio.create_task(copying))
+                loaded += got
+                if loaded == len(keys):
+                    break
+    finally:
+        # They read `into`, which the caller reuses afterwards. Their failure is not the load's.
+        for error in await asyncio.gather(*promotions, return_exceptions=True):
+            if error is not None:
+                warn_once("tiered.promotion", f"loaded blocks were not copied: {error!r}")
+        for _ in bad:  # once, however many tiers had a bad copy
+            count("store.bad_frame")
+    return loaded
 
 
 async def _promote(

@@ -11,7 +11,7 @@ from kvconnect.backend import Access, Backend, Capabilities, Child, StoredBlock,
 from kvconnect.backends.guard.calls import raise_any
 from kvconnect.backends.guard.store import GuardedBackend
 from kvconnect.backends.tiered.find import TieredFinder
-from kvconnect.backends.tiered.load import TieredReader
+from kvconnect.backends.tiered.load import load
 from kvconnect.backends.tiered.settings import TieredSettings, parse_tiered
 from kvconnect.backends.tiered.tier import Tier
 from kvconnect.backends.url import StoreUrl
@@ -69,7 +69,7 @@ class TieredBackend(Backend):
         self._decisive = _decisive(self.tiers)
         self.capabilities = _capabilities_of(self.capabilities, self.tiers)
         self._finder = TieredFinder(self.tiers, settings.patience_s)
-        self._reader = TieredReader(self.tiers)
+        self._promotes = False
         self._is_open = False
 
     async def open(self, layouts: Sequence[KvCacheLayout], access: Access = "store") -> None:
@@ -81,7 +81,7 @@ class TieredBackend(Backend):
             ConfigurationError: a tier is configured wrongly.
             BackendUnavailable: no tier with ``through`` can be reached.
         """
-        self._reader.promotes = self._settings.promote and access == "store"
+        self._promotes = self._settings.promote and access == "store"
         # The deadline of a tier is earlier than that of the call to the tiered store.
         for tier in self.tiers:
             tier.guard.deadline_s = min(tier.guard.deadline_s, self.deadline_s / 2)
@@ -117,7 +117,7 @@ class TieredBackend(Backend):
             BackendTimeout: a tier holds `into` beyond its deadline, until `pending` is done.
         """
         self._opened()
-        return await self._reader.load(keys, into)
+        return await load(self.tiers, keys, into, promotes=self._promotes)
 
     async def save(self, blocks: Sequence[StoredBlock]) -> int:
         """Stores `blocks` in all tiers; waits for those that are written through.

@@ -115,33 +115,20 @@ def pack_redis(client: redis.Redis) -> dict[str, Any]:
     """Every key with its type and value, bytes in base 64."""
     found: dict[str, Any] = {}
     for key in sorted(client.scan_iter()):
-        kind = client.type(key).decode()
-        read = {
-            "string": lambda key: _text(client.get(key)),
-            "hash": lambda key: [[_text(a), _text(b)] for a, b in client.hgetall(key).items()],
-            "zset": lambda key: [
-                [_text(a), b] for a, b in client.zrange(key, 0, -1, withscores=True)
-            ],
-            "set": lambda key: sorted(map(_text, client.smembers(key))),
-            "list": lambda key: list(map(_text, client.lrange(key, 0, -1))),
-        }[kind]
-        found[_text(key)] = [kind, read(key)]
+        if (kind := client.type(key).decode()) == "string":
+            found[_text(key)] = [kind, _text(client.get(key))]
+        else:
+            members = client.zrange(key, 0, -1, withscores=True)
+            found[_text(key)] = [kind, [[_text(one), score] for one, score in members]]
     return found
 
 
 def unpack_redis(kept: dict[str, Any], client: redis.Redis) -> None:
-    for text, (kind, value) in kept.items():
-        key = _bytes(text)
+    for key, (kind, value) in kept.items():
         if kind == "string":
-            client.set(key, _bytes(value))
-        elif kind == "hash":
-            client.hset(key, mapping={_bytes(a): _bytes(b) for a, b in value})
-        elif kind == "zset":
-            client.zadd(key, {_bytes(a): score for a, score in value})
-        elif kind == "set":
-            client.sadd(key, *map(_bytes, value))
+            client.set(_bytes(key), _bytes(value))
         else:
-            client.rpush(key, *map(_bytes, value))
+            client.zadd(_bytes(key), {_bytes(one): score for one, score in value})
 
 
 def pack_s3(server: S3Server) -> dict[str, str]:

@@ -12,16 +12,6 @@ from typing import Any
 __all__ = ["killed"]
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(
-    [
-        "kvconnect.backends.disk.store",
-        "kvconnect.backends.redis.store",
-        "kvconnect.backends.s3.store",
-        "kvconnect.backends.tiered.store",
-        "kvconnect.operations.import_",
-        "kvconnect.operations.prompt_store",
-    ]
-)
 
 
 def killed(verb: str, url: str, path: Path, point: str, count: int) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import resource
-import sqlite3
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from disk_index import by_hand
 
 from kvconnect.backends.disk.files.segments import SegmentFiles
 from kvconnect.backends.disk.format import INDEX_NAME
@@ -120,9 +120,8 @@ async def test_slot_outside_of_its_data_file_is_not_taken_again(make_disk, kit, 
     keys = kit.keys("outside", count=8)
     async with kit.opened(make_disk()) as store:
         await store.save(kit.chain(keys))
-    with closing(sqlite3.connect(path / INDEX_NAME)) as damaged:
-        damaged.execute("UPDATE segments SET slots=5")
-        damaged.commit()
+    with by_hand(path) as db:
+        db.execute("UPDATE segments SET slots=5")
     async with kit.opened(make_disk()) as store:
         assert await kit.stored(store, keys) == [True] * 5 + [False] * 3
         for _ in range(2):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sqlite3
 import time
-from contextlib import closing
 from dataclasses import replace
 
 import numpy as np
@@ -13,13 +11,16 @@ from disk_index import by_hand, loosen
 
 from kvconnect.backends import open_backend
 from kvconnect.errors import ConfigurationError
+from kvconnect.keys import Namespace
+
+NAMESPACE = Namespace("salt", "adapter").tag()
 
 
 def full(block, **changes):
     known = {
         "tokens": np.arange(5, dtype=np.int32),
         "priority": 71,
-        "namespace": b"n" * 32,
+        "namespace": NAMESPACE,
         "model": b"m" * 32,
         "group": 3,
     }
@@ -48,7 +49,7 @@ async def check_entries(store, kit, parent, key):
         described = [scanned[key], None, scanned[parent]]
     for entry in (scanned[key], described[0]):
         assert (entry.nbytes, entry.priority, entry.parent) == (5000, 71, parent)
-        assert (entry.namespace, entry.model, entry.group) == (b"n" * 32, b"m" * 32, 3)
+        assert (entry.namespace, entry.model, entry.group) == (NAMESPACE, b"m" * 32, 3)
         assert entry.tokens.tolist() == [0, 1, 2, 3, 4]
         assert entry.tokens.dtype == np.int32
         assert 0 < entry.created_at <= entry.used_at
@@ -67,6 +68,19 @@ async def test_describing_is_no_use(kit, make_disk, tmp_path):
         assert await kit.stored(store, [old, new, third]) == [False, True, True]
 
 
+@pytest.mark.parametrize("make_bare", ["memory", "disk"], indirect=True)
+async def test_loads_are_counted_lookups_are_not(make_bare, kit):
+    keys = kit.keys("a", count=3)
+    async with kit.opened(make_bare()) as store:
+        await store.save(kit.chain(keys))
+        assert await store.lookup(keys) == 3
+        assert await store.load(keys, kit.buffers(3)) == 3
+        assert await store.load(keys[:2], kit.buffers(2)) == 2
+        await store.save(kit.chain(kit.keys("b", count=1)))  # a disk store writes them down
+        entries = {entry.key: entry async for entry in store.scan()}
+    assert [entries[key].hits for key in keys] == [2, 2, 1]
+
+
 # ---------------------------------------------------------------------------------------- format
 
 
@@ -78,11 +92,10 @@ async def old_store(make_disk, kit):
     async with kit.opened(store):
         await store.save(kit.chain(keys))
     path = store._settings.path
-    with closing(sqlite3.connect(path / "index.sqlite3")) as db:
+    with by_hand(path) as db:
         db.execute("DROP INDEX blocks_ending")
         for column in ("model", "expires"):
             db.execute(f"ALTER TABLE blocks DROP COLUMN {column}")
-        db.commit()
     return path, keys
 
 
@@ -104,7 +117,7 @@ async def test_store_of_an_older_version_can_be_looked_at(make_disk, old_store):
     await store.open([], "read")
     assert {entry.key: entry.model async for entry in store.scan()} == dict.fromkeys(keys, b"")
     await store.close()
-    with closing(sqlite3.connect(path / "index.sqlite3")) as db:
+    with by_hand(path) as db:
         columns = {name for _, name, *_ in db.execute("PRAGMA table_info(blocks)")}
     assert not columns & {"model", "expires"}
 
@@ -115,7 +128,7 @@ async def test_a_reader_of_an_older_index_obeys_ends_that_a_newer_version_adds(
     """It was opened before the index had the columns, while the older version had it open."""
     path, keys = old_store
     over, mine = kit.keys("own", count=2)
-    with closing(sqlite3.connect(path / "index.sqlite3")) as older:
+    with by_hand(path) as older:
         older.execute("SELECT count(*) FROM blocks").fetchall()
         async with kit.opened(make_disk(), "read") as reader:
             assert await reader.lookup(keys) == 4
@@ -125,6 +138,21 @@ async def test_a_reader_of_an_older_index_obeys_ends_that_a_newer_version_adds(
             assert await kit.stored(reader, [over, mine]) == [False, True]
             assert await reader.describe([over]) == [None]
             assert over not in {entry.key async for entry in reader.scan()}
+
+
+async def test_loads_of_a_store_of_an_older_version_are_counted_from_then_on(make_disk, path, kit):
+    keys = kit.keys("a", count=2)
+    async with kit.opened(make_disk()) as store:
+        await store.save(kit.chain(keys))
+    with by_hand(path) as db:
+        db.execute("ALTER TABLE blocks DROP COLUMN hits")
+    async with kit.opened(make_disk(), "read") as store:
+        assert [one.hits async for one in store.scan()] == [None, None]
+        assert await store.load(keys, kit.buffers(2)) == 2
+    async with kit.opened(make_disk()) as store:
+        assert await store.load(keys, kit.buffers(2)) == 2
+    async with kit.opened(make_disk(), "read") as store:
+        assert [one.hits async for one in store.scan()] == [1, 1]
 
 
 async def test_blocks_whose_own_time_is_over_leave_their_slots_at_the_next_save(make_disk, kit):
@@ -164,7 +192,7 @@ async def test_reading_leaves_no_trace(make_disk, kit):
         await store.save(kit.chain(keys))
     path = store._settings.path
     before = files(path)
-    with closing(sqlite3.connect(path / "index.sqlite3")) as db:
+    with by_hand(path) as db:
         used = db.execute("SELECT used FROM blocks ORDER BY id").fetchall()
     # Not even a capacity that has room for nothing makes it drop something.
     reader = make_disk(capacity=kit.frame_nbytes, ttl=1e-6)
@@ -174,7 +202,7 @@ async def test_reading_leaves_no_trace(make_disk, kit):
     async with kit.opened(reader, "read"):
         assert await kit.stored(reader, keys) == [True] * 4
         assert await reader.save([kit.block(kit.key("new"))]) == 0
-    with closing(sqlite3.connect(path / "index.sqlite3")) as db:
+    with by_hand(path) as db:
         assert db.execute("SELECT used FROM blocks ORDER BY id").fetchall() == used
     kept = {name: size for name, size in files(path).items() if not name.endswith(("-shm", "-wal"))}
     assert kept == before

@@ -261,15 +261,6 @@ async def test_default_capacity_is_bounded_by_the_space_there_is(kit, tmp_path, 
         assert (await store.stats())["capacity"] == 50 << 30
 
 
-async def test_one_sees_at_once_what_the_other_has_saved_or_deleted(make_disk, kit):
-    keys = kit.keys("shared", count=4)
-    async with kit.opened(make_disk()) as one, kit.opened(make_disk()) as other:
-        await one.save(kit.chain(keys))
-        assert await kit.stored(other, keys) == [True] * 4
-        await other.delete(keys[2:])
-        assert await one.lookup(keys) == 2
-
-
 async def test_model_with_other_blocks_shares_the_directory(make_disk, kit):
     layout = KvCacheLayout(3, 2, 16, 16, 16, torch.float16)
     keys = kit.keys("model", count=4)

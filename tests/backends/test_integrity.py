@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import sqlite3
-from contextlib import closing
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -53,11 +51,6 @@ def flip(file, position, change):
         byte = data.read(1)[0]
         data.seek(position)
         data.write(bytes([byte ^ change]))
-
-
-def rows(path, query, *values):
-    with closing(sqlite3.connect(path / "index.sqlite3", isolation_level=None)) as db:
-        return db.execute(query, values).fetchall()
 
 
 async def expect_right_or_absent(kit, path, chain):

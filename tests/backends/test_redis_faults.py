@@ -45,11 +45,12 @@ async def test_frozen_server_is_given_up_and_works_when_it_thaws(make_redis, kit
     blocks = [kit.block(key, nbytes=MIB) for key in keys]
     assert await answered(lambda: store.save(blocks)) == 3
     with own_redis.frozen():
-        for operation in OPERATIONS.values():
-            start = time.monotonic()
+        start = time.monotonic()
+        calls = (operation(store, kit, keys) for operation in OPERATIONS.values())
+        for result in await asyncio.gather(*calls, return_exceptions=True):
             with pytest.raises(BackendUnavailable, match="no answer"):
-                await operation(store, kit, keys)
-            assert time.monotonic() - start < 30
+                raise result
+        assert time.monotonic() - start < 30
     assert await answered(lambda: load(store, kit, keys, MIB)) == 3
     assert await answered(lambda: store.lookup(keys)) == 3
 

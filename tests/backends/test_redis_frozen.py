@@ -1,4 +1,4 @@
-"""A load that is under way when the server freezes, or the network swallows what it says."""
+"""A load that is under way when the server freezes."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from redis_faults import Relay
 
 from kvconnect import KvCacheConnectorConfig, SamplingParams
 from kvconnect.backends import open_backend
+from kvconnect.backends.guard import breaker
 from kvconnect.errors import BackendTimeout, BackendUnavailable
 
 MIB = 1 << 20
@@ -22,26 +23,25 @@ FEW = SamplingParams(max_tokens=4, ignore_eos=True)
 
 
 class Line:
-    """The network before a server: goes dead with an answer half way, until it is `mended`.
+    """The network before a server that freezes with an answer half way, until it is `mended`.
 
     Attributes:
         under_way: set when that happened.
     """
 
-    def __init__(self, server, *, freezes):
+    def __init__(self, server):
         self.relay = Relay(server.port)
         self.under_way = threading.Event()
-        self._server, self._freezes = server, freezes
+        self._server = server
         self._whole = threading.Event()
 
     def break_at(self, nbytes):
-        """Pass on so much of each value; then freeze the server, or swallow the rest for now."""
+        """Pass on so much of each value; then freeze the server, and swallow the rest for now."""
 
         def change(data, passed):
             if passed + len(data) > nbytes and not self._whole.is_set():
                 self.under_way.set()
-                if self._freezes:
-                    self._server.freeze()
+                self._server.freeze()
                 self._whole.wait(60)
             return data
 
@@ -53,15 +53,18 @@ class Line:
         self._server.thaw()
 
 
-@pytest.fixture(params=["frozen", "black hole"])
-def line(request, own_redis):
-    made = Line(own_redis, freezes=request.param == "frozen")
+@pytest.fixture
+def line(own_redis):
+    made = Line(own_redis)
     yield made
     made.mended()
     made.relay.close()
 
 
-async def test_loads_under_way_end_at_their_deadline_and_touch_nothing_handed_on(kit, line):
+async def test_loads_under_way_end_at_their_deadline_and_touch_nothing_handed_on(
+    kit, line, monkeypatch
+):
+    monkeypatch.setattr(breaker, "_FIRST_PAUSE_S", 0.05)
     url = f"redis://127.0.0.1:{line.relay.port}?timeout=120s&connections={FAILURES_TO_OPEN}"
     store = open_backend(url, raw=True, deadline_s=DEADLINE_S)
     await store.open([])
@@ -102,9 +105,6 @@ async def test_loads_under_way_end_at_their_deadline_and_touch_nothing_handed_on
     await store.close()
 
 
-@pytest.mark.parametrize(
-    "line", ["frozen", pytest.param("black hole", marks=pytest.mark.slow)], indirect=True
-)
 def test_request_whose_load_goes_dead_is_computed(line, own_redis, llama):
     prompts = [PROMPT, PROMPT[::-1], PROMPT[3:]]
     with open_llm(llama, own_redis.url) as llm:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import time
-from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
@@ -21,19 +20,15 @@ def url(redis_server, prefix):
     return f"{redis_server.url}?prefix={prefix}"
 
 
-@asynccontextmanager
-async def opened(url):
-    store = open_backend(url, raw=True)
-    await store.open([])
-    try:
-        yield store
-    finally:
-        await store.close()
+@pytest.fixture
+def opened(kit):
+    """Opens the store of a URL."""
+    return lambda url: kit.opened(open_backend(url, raw=True))
 
 
 @pytest.mark.parametrize("nbytes", [100, PARTED])
 @pytest.mark.parametrize("tokens", [5, 2000])  # those are more than what is read at first
-async def test_describe_tells_all_that_was_saved(kit, url, nbytes, tokens):
+async def test_describe_tells_all_that_was_saved(kit, url, nbytes, tokens, opened):
     key, parent = kit.keys("known", nbytes, tokens, count=2)
     told = {"priority": 71, "namespace": b"n" * 32, "model": b"m" * 32, "group": 3}
     before = time.time()
@@ -51,7 +46,7 @@ async def test_describe_tells_all_that_was_saved(kit, url, nbytes, tokens):
         assert before - 2 <= entry.used_at <= time.time() + 1
 
 
-async def test_describe_knows_nothing_of_junk(kit, url, redis_server, prefix):
+async def test_describe_knows_nothing_of_junk(kit, url, redis_server, prefix, opened):
     keys = kit.keys("junk", count=3)
     async with opened(url) as store:
         await store.save([kit.block(key, nbytes=9) for key in keys])
@@ -63,7 +58,7 @@ async def test_describe_knows_nothing_of_junk(kit, url, redis_server, prefix):
         assert [entry.key async for entry in store.scan()] == [keys[2]]
 
 
-async def test_listing_tells_the_last_use_and_is_none(kit, url, redis_server, prefix):
+async def test_listing_tells_the_last_use_and_is_none(kit, url, redis_server, prefix, opened):
     key = kit.key("idle")
     async with opened(url) as store:
         await store.save([kit.block(key, nbytes=100)])
@@ -91,7 +86,9 @@ def leaves_no_trace(admin):
 
 
 @pytest.mark.parametrize("junk", ["string", "list", "hash"])
-async def test_index_of_tails_of_another_type_is_dropped_and_rebuilt(kit, url, redis_server, junk):
+async def test_index_of_tails_of_another_type_is_dropped_and_rebuilt(
+    kit, url, redis_server, junk, opened
+):
     parent, tail = kit.keys("index", count=2)
     blocks = [kit.block(parent), kit.block(tail, parent, tokens=[1, 2])]
     async with opened(url) as store:
@@ -111,7 +108,7 @@ async def test_index_of_tails_of_another_type_is_dropped_and_rebuilt(kit, url, r
         assert [child.key for child in await store.children(parent)] == [tail]
 
 
-async def test_listing_without_end_ends(kit, url, redis_server, prefix, monkeypatch):
+async def test_listing_without_end_ends(kit, url, redis_server, prefix, monkeypatch, opened):
     """What fills pages and is no block is passed over, but not for ever."""
     async with opened(url) as store:
         redis_server.admin.mset({f"{prefix}b:junk{number}": b"" for number in range(5000)})
@@ -142,7 +139,7 @@ def scripted():
 
 
 @pytest.mark.parametrize("lists_one_key", [False, True])
-async def test_listing_whose_cursor_comes_again_ends_at_once(scripted, lists_one_key):
+async def test_listing_whose_cursor_comes_again_ends_at_once(scripted, lists_one_key, opened):
     """Also where each page has a key, if it was listed before."""
     key = b"p:b:" + bytes(range(32))
     page = b"*1\r\n$%d\r\n%s\r\n" % (len(key), key) if lists_one_key else b"*0\r\n"
@@ -154,7 +151,7 @@ async def test_listing_whose_cursor_comes_again_ends_at_once(scripted, lists_one
     assert len(asked) <= 5
 
 
-async def test_survey_of_a_server_that_lists_nothing_for_ever_ends(scripted, monkeypatch):
+async def test_survey_of_a_server_that_lists_nothing_for_ever_ends(scripted, monkeypatch, opened):
     monkeypatch.setattr("kvconnect.backends.redis.server._MOST_EMPTY_PAGES", 50)
     url, _ = scripted(lambda: b"*2\r\n$1\r\n7\r\n*0\r\n")
     async with opened(url) as store:

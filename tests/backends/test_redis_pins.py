@@ -50,7 +50,7 @@ async def test_pinned_blocks_survive_ten_times_the_capacity_and_other_processes(
     own_redis, make_redis, kit, parts
 ):
     mine = a_chain(kit, "mine", 3, NBYTES if parts == 1 else 5 << 20)
-    capacity = (8 if parts == 1 else 40) << 20
+    capacity = (8 if parts == 1 else 32) << 20
     with limited(own_redis, "volatile-lru", capacity):
         store = await make_redis(own_redis, ttl="1h", pin_fraction=0.9)
         assert await store.save(mine) == 3

@@ -383,24 +383,31 @@ async def test_tier_that_boasts_costs_nothing_but_the_hit(kit):
         assert all(kit.holds(b, key) for b, key in zip(into[:3], keys, strict=False))
 
 
-@pytest.mark.parametrize("damage", ["header", "payload", "key", "length", "zeros"])
+def spoil(kit, tier, keys, at, damage):
+    """Makes the frame of `keys[at]` in `tier` one that is not sound."""
+    block = tier.blocks[keys[at]]
+    match damage:
+        case "header" | "payload":
+            block.data[3 if damage == "header" else 1000] ^= 1
+        case "other key":
+            block.data.copy_(tier.blocks[keys[0]].data)
+        case "other layout":
+            header = FrameHeader(16, kit.layout.block_nbytes, b"another layout!!", keys[at])
+            frame.seal(block.data, header)
+        case "length":
+            tier.blocks[keys[at]] = replace(block, data=block.data[:4096].clone())
+        case "zeros":
+            block.data.zero_()
+
+
+@pytest.mark.parametrize("damage", ["header", "payload", "other key", "length", "zeros"])
 async def test_bad_frame_is_deleted_where_it_was_and_loaded_from_the_next_tier(kit, damage):
     one, two = DictTier(variable_length=True), DictTier(variable_length=True)
     keys = kit.keys("bad", damage, count=5)
     for key in keys:
         one.put(sealed(kit, key))
         two.put(sealed(kit, key))
-    data = one.blocks[keys[2]].data
-    if damage == "header":
-        data[3] ^= 1
-    elif damage == "payload":
-        data[1000] ^= 1
-    elif damage == "key":
-        data.copy_(one.blocks[keys[0]].data)
-    elif damage == "length":
-        one.blocks[keys[2]] = replace(one.blocks[keys[2]], data=data[:4096].clone())
-    else:
-        data.zero_()
+    spoil(kit, one, keys, 2, damage)
     async with tiered(one, two, layouts=[kit.layout], verify_frames=True, promote=False) as store:
         into = kit.buffers(5)
         assert await store.load(keys, into) == 5
@@ -467,16 +474,7 @@ async def test_tiers_that_lie_are_never_a_hit(kit, damage):
     keys = kit.keys("lies", damage, count=3)
     for tier in lying:
         tier.put(*(sealed(kit, key) for key in keys))
-        data = tier.blocks[keys[1]].data
-        if damage == "payload":
-            data[1000] ^= 1
-        elif damage == "other key":
-            data.copy_(tier.blocks[keys[0]].data)
-        elif damage == "other layout":
-            header = FrameHeader(16, kit.layout.block_nbytes, b"another layout!!", keys[1])
-            frame.seal(data, header)
-        else:
-            data.zero_()
+        spoil(kit, tier, keys, 1, damage)
     store = open_backend(TieredBackend(lying, TieredSettings(patience_s=60.0)))
     async with kit.opened(store):
         assert await store.load(keys, kit.buffers(3)) == 1

@@ -15,6 +15,7 @@ from kvconnect.testing.subjects import DiskSubject
 class TestDisk(DiskSubject, BackendConformance):
     __init__ = object.__init__
     random_runs = 12  # three hundred of them: test_runner.py
+    deadline_s = 0.1  # of calls that hang
 
     @pytest.fixture(autouse=True)
     def place(self, tmp_path: Path):

@@ -9,6 +9,7 @@ import pytest
 from redis_server import RedisServer, redis_cluster  # noqa: F401 - a fixture
 
 from kvconnect.backends import open_backend
+from kvconnect.backends.guard import breaker
 from kvconnect.testing import Address, BackendConformance
 
 
@@ -20,12 +21,13 @@ def one_server(tmp_path_factory):
 
 
 class TestRedis(BackendConformance):
-    ttl_s = 1.0
+    ttl_s = 0.5
     deadline_s = 0.4
     ends_cancelled = True
 
     @pytest.fixture(autouse=True)
-    def server(self, one_server):
+    def server(self, one_server, monkeypatch):
+        monkeypatch.setattr(breaker, "_FIRST_PAUSE_S", 0.1)  # how soon: backends/test_breaker.py
         one_server.admin.flushall()
         self._server = one_server
         self._restarted = False

@@ -15,6 +15,7 @@ class TestTiered(BackendConformance):
     keeps_copies = TieredSubject.keeps_copies
     ends_cancelled = TieredSubject.ends_cancelled
     random_runs = 12  # three hundred of them: test_runner.py
+    deadline_s = 0.1  # of calls that hang
     skip: ClassVar = TieredSubject.skip
 
     def make_backend(self):
