@@ -21,6 +21,7 @@ from kvconnect.cache.pool.held_blocks import as_id_array
 from kvconnect.cache.pool.matching import Matcher
 from kvconnect.cache.pool.slabs import Slabs
 from kvconnect.cache.sequence.pin_table import PinTable
+from kvconnect.cache.sequence.sequence import Sequence as AdmittedSequence
 from kvconnect.cache.tree.radix_tree import RadixTree, shared_tokens
 from kvconnect.config import KvCacheConfig, KvCacheRetentionConfig
 from kvconnect.errors import ConfigurationError, DuplicateRequest, SequencesLive
@@ -251,7 +252,9 @@ class BlockManager(PinTable):
             external_end=external_end,
             beside=beside,
         )
-        return self.admit(request_id, prompt, retention=retention, keys=keys)
+        sequence = self.admit(request_id, prompt, retention=retention, keys=keys)
+        ids = as_id_array(sequence.held[0].ids)
+        return SequenceAllocation(sequence.matched, ids, sequence.no_state_tokens)
 
     def admit(
         self,
@@ -260,8 +263,10 @@ class BlockManager(PinTable):
         *,
         retention: KvCacheRetentionConfig | None = None,
         keys: KeyChain | None = None,
-    ) -> SequenceAllocation:
-        """Adds a sequence for `prompt`, as `add_sequence` does. The sequence owns the tokens then.
+    ) -> AdmittedSequence:
+        """Adds a sequence for `prompt`, as `add_sequence` does, and returns it, only to be read.
+
+        The sequence owns the tokens then.
 
         Raises:
             DuplicateRequest, ConfigurationError, OutOfBlocks: as `add_sequence`.
@@ -273,10 +278,8 @@ class BlockManager(PinTable):
                 f"keys: made for blocks of {keys.tokens_per_block} tokens, these have "
                 f"{self._tokens_per_block}"
             )
-        sequence = self._admission.admit(prompt, retention, keys)
-        self._live[request_id] = sequence
-        ids = as_id_array(sequence.held[0].ids)
-        return SequenceAllocation(sequence.matched, ids, sequence.no_state_tokens)
+        sequence = self._live[request_id] = self._admission.admit(prompt, retention, keys)
+        return sequence
 
     # ---------------------------------------------------------------- the whole
 

@@ -331,19 +331,19 @@ class KVCacheManager(BaseKVCacheManager):
             prompt = prompt.filled_by(external, chunk)
         onboarded = self._copier.onboarded_tokens
         try:
-            allocation = self.blocks.admit(
+            sequence = self.blocks.admit(
                 request.request_id, prompt, retention=request.retention, keys=request.key_chain
             )
         except OutOfBlocks:
             # It may fit without the store, with whose match fewer blocks are shared on the device.
             batch.refused_requests.append(request)
             return False
-        matched = allocation.matched_tokens
+        matched = sequence.matched
         request.reused_device_tokens = request.num_computed_tokens = matched
         request.reused_host_tokens = min(self._copier.onboarded_tokens - onboarded, matched)
-        if allocation.no_state_tokens:
+        if sequence.no_state_tokens:
             begin = max(matched, external.end if external.num_tokens else 0)
-            request.account.lack_states(begin + allocation.no_state_tokens)
+            request.account.lack_states(begin + sequence.no_state_tokens)
         loading = external.num_tokens > 0 and external.is_async
         request.forget_load()
         request.num_external_tokens = external.end if external.num_tokens else 0
@@ -353,7 +353,7 @@ class KVCacheManager(BaseKVCacheManager):
             request.load_follows = external.follows
         request.state = RequestState.LOADING if loading else RequestState.CONTEXT
         if self._matcher is not None:
-            self._matcher.blocks_allocated(request, allocation.block_ids.tolist())
+            self._matcher.blocks_allocated(request, sequence.held[0].ids.tolist())
         return True
 
     def _match_external(self, request: LlmRequest, prompt: Prompt) -> ExternalMatch | None:

@@ -14,6 +14,7 @@ from bench_engine import BenchEngine, T, llm_args
 from bench_rank import BenchRank
 from stores import DictStore
 from torch import Tensor
+from waiting import until
 
 from kvconnect.connector.runtime.transfers import StepOutcome
 from kvconnect.errors import ConnectorContractError, RankDivergence
@@ -186,3 +187,7 @@ class Pair:
         for worker in self.workers:
             assert not worker._leaving
             assert not worker._held
+            assert not worker._missing
+            staging = worker._access.staging
+            until(lambda one=worker: not one._loads._running)
+            until(lambda one=staging: one.num_free == one.num_slots)

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
 
@@ -182,39 +182,25 @@ def test_what_is_submitted_while_the_loop_is_closed_is_cancelled(loop: IoLoop, m
     begin_all()  # closes the coroutine
 
 
-def test_closing_does_not_wait_for_what_never_ends() -> None:
+@pytest.mark.parametrize("what", ["thread", "coroutine"])
+def test_closing_does_not_wait_for_what_never_ends(what: str) -> None:
     loop = IoLoop()
     stuck, entered = threading.Event(), threading.Event()
 
-    def wait() -> None:
-        entered.set()
-        stuck.wait(60)
+    async def refuse_to_end() -> None:
+        for _ in range(3):
+            with suppress(asyncio.CancelledError):
+                entered.set()
+                await asyncio.sleep(60)
 
-    loop.submit(asyncio.to_thread(wait))
+    in_a_thread = asyncio.to_thread(lambda: entered.set() or stuck.wait(60))
+    loop.submit(in_a_thread if what == "thread" else refuse_to_end())
     assert entered.wait(60)
     started = time.monotonic()
     loop.close()
     assert time.monotonic() - started < 30
     stuck.set()
-
-
-def test_closing_does_not_wait_for_a_coroutine_that_refuses_to_end() -> None:
-    loop = IoLoop()
-    entered = threading.Event()
-
-    async def stubborn() -> None:
-        for _ in range(3):
-            try:
-                entered.set()
-                await asyncio.sleep(60)
-            except asyncio.CancelledError:
-                continue
-
-    loop.submit(stubborn())
-    assert entered.wait(60)
-    started = time.monotonic()
-    loop.close()
-    assert time.monotonic() - started < 30
+    in_a_thread.close()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -13,8 +13,7 @@ from stores import DictStore
 
 from kvconnect import frame
 from kvconnect.connector.io.budget import LookupBudget
-from kvconnect.connector.io.io_loop import IoLoop
-from kvconnect.connector.io.reply import Reply
+from kvconnect.connector.io.io_loop import IoLoop, Reply
 from kvconnect.trace import metrics
 
 PROMPT = list(range(1, 6 * T + 3))

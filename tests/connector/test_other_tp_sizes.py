@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +17,10 @@ from waiting import until
 
 from kvconnect import frame
 from kvconnect.backend import Capabilities
+from kvconnect.connector.io.lookup import Query
 from kvconnect.keys import BlockKey, KeyChain, Namespace, Shard, root_key, store_key
 from kvconnect.layout import KvCacheLayout
+from kvconnect.shards import stored_heads
 from kvconnect.tokens import TokenBuffer
 
 PROMPT = list(range(1, 5 * T + 3))  # five blocks and two tokens
@@ -197,9 +201,20 @@ def test_whatever_was_saved_by_whom_and_lost_again_nothing_wrong_is_loaded(
                 del store.frames[key]
 
 
+def test_blocks_in_other_shares_do_not_count_for_a_caller_that_cannot_join_them() -> None:
+    store = shared_store(enumerable=False)
+    whole = (layout(4),)
+    run(store, whole, 2)
+    query = Query.of(chain_of(whole), heads=stored_heads(whole, Shard()), shared=True)
+    assert asyncio.run(query.run(store)).end == 5 * T
+    assert asyncio.run(replace(query, own_shares=True).run(store)).end == 0
+
+
+def chain_of(wholes: Sequence[KvCacheLayout], prompt: Sequence[int] = PROMPT) -> KeyChain:
+    root = root_key(DIGEST, wholes, Namespace())
+    return KeyChain(root, T, TokenBuffer(np.array(prompt, np.int32)))
+
+
 def keys_of(wholes: Sequence[KvCacheLayout], prompt: Sequence[int] = PROMPT) -> list[BlockKey]:
     """Chained keys of the prompt's blocks."""
-    chain = KeyChain(
-        root_key(DIGEST, wholes, Namespace()), T, TokenBuffer(np.array(prompt, np.int32))
-    )
-    return chain.keys()
+    return chain_of(wholes, prompt).keys()

@@ -199,19 +199,23 @@ def test_progress_of_a_cancelled_load_is_no_news(script: Script) -> None:
 # ---------------------------------------------------------------------- loads that fail
 
 
-def test_a_late_load_keeps_what_was_computed_and_exchanges_the_rest(script: Script) -> None:
+@pytest.mark.parametrize("is_late", [True, False])
+def test_a_load_that_may_still_write_keeps_what_was_computed_and_exchanges_the_rest(
+    script: Script, is_late: bool
+) -> None:
     kv = OverlapKv(20)
-    with engine(kv, load_timeout_s=60.0) as bench:
+    with engine(kv) as bench:
         request = bench.submit(PROMPT, 3)
         bench.beside = lambda request: min(2 * T - request.num_computed_tokens, T)
         for _ in range(3):
             bench.step()
         old = list(kv.blocks[request.request_id])
-        bring(bench, request, range(4, 5))
-        script.progress = {request.request_id: 4 * T}
-        load = bench.manager._ledger.loads.get(request.request_id)
-        assert load is not None
-        load.deadline = 0.0
+        if is_late:
+            script.progress = {request.request_id: 4 * T}
+            bench.manager._ledger.loads.get(request.request_id).deadline = 0.0
+        else:
+            # What the worker calls valid from the beginning on is not: only the end may be.
+            script.failures = [fail(request, 4 * T, ended=False)]
         bench.idle_and_settle()
         assert bench.outcomes[-1].failed == {request.request_id: 2 * T}
         fresh = kv.blocks[request.request_id]
@@ -223,26 +227,6 @@ def test_a_late_load_keeps_what_was_computed_and_exchanges_the_rest(script: Scri
         bench.run()
         assert tokens(request) == ANSWER
         assert bench.store_tokens[request.request_id] == 0
-        script.finished = lambda *_: ([], [request.request_id])
-        bench.idle_step()
-        assert kv.all_free()
-
-
-def test_a_failure_whose_writes_go_on_keeps_what_was_computed(script: Script) -> None:
-    kv = OverlapKv(20)
-    with engine(kv) as bench:
-        request = bench.submit(PROMPT, 3)
-        bench.beside = lambda request: T if request.num_computed_tokens < 2 * T else 0
-        for _ in range(3):
-            bench.step()
-        old = list(kv.blocks[request.request_id])
-        # What the worker calls valid from the beginning on is not: only the end may be.
-        script.failures = [fail(request, 4 * T, ended=False)]
-        bench.idle_and_settle()
-        assert bench.outcomes[-1].failed == {request.request_id: 2 * T}
-        kv.pool[old[2:]] = 666.0
-        bench.run()
-        assert tokens(request) == ANSWER
         script.finished = lambda *_: ([], [request.request_id])
         bench.idle_step()
         assert kv.all_free()
@@ -462,33 +446,21 @@ def test_the_first_loaded_token_follows_from_the_blocks_that_are_there(
 @pytest.mark.parametrize("end", [END, END - 1])
 def test_blocks_with_a_token_before_the_floor_are_not_wanted(end: int) -> None:
     for floor in range(end + 1):
-        load = Load(order(0, end))
+        load = Load(order(0, end), print)
         load.raise_floor(floor, T)
         wanted = [block.block_id for block in load.order.blocks[: load.wanted]]
         assert wanted == [one for one in (4, 3, 2, 1, 0) if one * T >= floor]
 
 
-def test_a_floor_never_sinks() -> None:
-    load = Load(order(0, END))
-    load.raise_floor(3 * T, T)
-    load.raise_floor(T, T)
-    assert load.wanted == 2
-
-
 def test_a_load_is_complete_once_all_blocks_from_the_floor_on_are_there() -> None:
-    load = Load(order(0, END))
-    load.copied[:2] = b"\1\1"
-    assert not load.complete
-    load.raise_floor(2 * T + 1, T)
-    assert load.complete
-
-
-def test_a_floor_above_what_is_loaded_wants_nothing() -> None:
-    load = Load(order(2 * T, END))
-    load.raise_floor(T, T)
+    load = Load(order(2 * T, END), print)
+    load.raise_floor(T, T)  # above what is loaded
     assert load.wanted == 3
-    load.raise_floor(END, T)
-    assert (load.wanted, load.complete) == (0, True)
+    load.copied[:1] = b"\1"
+    assert not load.complete
+    load.raise_floor(3 * T + 1, T)
+    load.raise_floor(T, T)  # it never sinks
+    assert (load.wanted, load.complete) == (1, True)
 
 
 # ---------------------------------------------------------------------- the built-in pair
@@ -502,6 +474,18 @@ def filled() -> Iterator[DictStore]:
         bench.answer(PROMPT, 3)
     yield store
     store.open_doors()
+
+
+def lose_at_load(store: DictStore, keys: set[bytes]) -> None:
+    """The store loses the blocks of `keys` after it was asked for them, before each load."""
+    real = store.load
+
+    def load_what_is_left(asked: list[bytes], into: object) -> object:
+        for key in keys:
+            store.frames.pop(key, None)
+        return real(asked, into)
+
+    store.load = load_what_is_left  # type: ignore[method-assign]
 
 
 class Copies:
@@ -614,12 +598,7 @@ def test_a_load_that_is_met_ends_though_its_store_hangs_and_its_slots_come_back(
 def test_a_load_that_failed_is_saved_anew(filled: DictStore) -> None:
     lost = list(filled.frames)[4]
     frame = filled.frames[lost]
-
-    def load_what_is_left(keys: list[bytes], into: object) -> object:
-        filled.frames.pop(lost, None)
-        return real(keys, into)
-
-    real, filled.load = filled.load, load_what_is_left  # type: ignore[method-assign]
+    lose_at_load(filled, {lost})
     with OverlapEngine(llm_args(filled)) as bench:
         one_block_a_call(bench)
         request = bench.submit(PROMPT, 3)
@@ -650,17 +629,12 @@ def test_a_call_that_lacks_a_block_brings_none(store: DictStore) -> None:
     prompt = list(range(40 * T + 1))
     with BenchEngine(llm_args(store)) as bench:
         bench.answer(prompt)
-    whole = dict(store.frames)
-    real, lost = store.load, set[bytes]()
-
-    def load_what_is_left(keys: list[bytes], into: object) -> object:
-        store.frames = {key: one for key, one in store.frames.items() if key not in lost}
-        return real(keys, into)
-
-    store.load = load_what_is_left  # type: ignore[method-assign]
+    whole, lost = dict(store.frames), set[bytes]()
+    lose_at_load(store, lost)
     for key in list(whole)[30:34]:
         store.frames = dict(whole)
-        lost = {key}
+        lost.clear()
+        lost.add(key)
         with OverlapEngine(llm_args(store)) as bench:
             bench.beside = lambda _: 0
             request = bench.submit(prompt)
@@ -722,13 +696,7 @@ def test_a_rank_whose_store_fails_costs_what_it_lacks_and_no_more() -> None:
         pair.run()
         pair.flush()
     gone = list(stores[1].frames)[3]
-    real = stores[1].load
-
-    def load_what_is_left(keys: list[bytes], into: object) -> object:
-        stores[1].frames.pop(gone, None)
-        return real(keys, into)
-
-    stores[1].load = load_what_is_left  # type: ignore[method-assign]
+    lose_at_load(stores[1], {gone})
     with OverlapPair(stores) as pair:
         for worker in pair.workers:
             worker._access.call_blocks = 1

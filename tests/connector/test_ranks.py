@@ -353,13 +353,6 @@ def test_a_load_that_one_rank_has_not_ended_in_time_is_over_for_all(bench: Bench
     assert ledger.quarantine.num_blocks == 5  # all that the request held
 
 
-def test_a_load_that_all_ranks_end_with_its_deadline_has_succeeded(bench: BenchEngine) -> None:
-    ledger, request = loading(bench)
-    late(ledger.loads, request)
-    done = Report(1, loaded=(request.request_id,))
-    assert settle(ledger, done, done, done).loaded == {request.request_id: 4 * T}
-
-
 def test_a_save_that_one_rank_does_not_end_in_time_is_over_for_all(bench: BenchEngine) -> None:
     ledger, request = loading(bench)
     ledger.start_save(request.request_id)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from stores import DictStore
 
 from kvconnect.backend import Child, StoredBlock
-from kvconnect.connector.io.lookup import Hit, Query, blocks_needed, look_up
+from kvconnect.connector.io.lookup import Hit, Query, blocks_needed
 from kvconnect.errors import BackendUnavailable
 from kvconnect.keys import Shard, chain_key
 from kvconnect.layout import KvCacheLayout
@@ -42,7 +42,7 @@ def store_of(query: Query, present: Iterable[tuple[int, int]]) -> DictStore:
 
 
 def ask(store: DictStore, query: Query, **limits: int) -> Hit:
-    return asyncio.run(look_up(store, query, **limits))
+    return asyncio.run(query.run(store, **limits))
 
 
 def suffices(query: Query, present: set[tuple[int, int]], end: int) -> bool:

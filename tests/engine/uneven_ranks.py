@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvconnect.connector.data import LlmArgs
-from kvconnect.connector.io.fetched import Fetched
+from kvconnect.connector.io.staging import Fetched
 from kvconnect.connector.offload import OffloadScheduler, OffloadWorker
 
 _args: dict[int, LlmArgs] = {}

@@ -261,7 +261,7 @@ def test_a_snapshot_that_was_not_saved_is_not_saved_later():
         request.num_computed_tokens = 2 * T
         assert scheduler.request_finished(request, [5, 6])
         [end] = scheduler.build_idle_meta().ended
-        assert {(block.group, block.block_id) for block in end.rest.blocks} == {(0, 5), (0, 6)}
+        assert {(block.group, block.block_id) for block in end.blocks} == {(0, 5), (0, 6)}
     finally:
         scheduler.shutdown()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -10,11 +11,10 @@ import torch
 
 from kvconnect.connector.data import LlmArgs
 from kvconnect.connector.io.copiers import AttachedCopier, PoolCopier
-from kvconnect.connector.io.fetched import Fetched, fetched
 from kvconnect.connector.io.head_reader import HeadReader
 from kvconnect.connector.io.open_store import OffloadStore
 from kvconnect.connector.io.orders import BlockLoad
-from kvconnect.connector.io.staging import Slot, StagingPool
+from kvconnect.connector.io.staging import Fetched, Slot, StagingPool, fetched
 from kvconnect.connector.io.strided import StridedCopier, StridedPlanes
 from kvconnect.explain.outcome import Outcome
 from kvconnect.kernels.blocks.paged import PagedKv
@@ -60,6 +60,8 @@ class Access:
         heads: the KV heads of the model that the rank has, for each pool group.
         reader: reads blocks that were saved with another tensor parallelism.
         call_blocks: the number of blocks in one call to the store.
+        lost: requests, each with the number of a block to save anew: it could not be written, or
+            was gone when it was loaded. The engine's thread takes them.
 
     Raises:
         ConfigurationError: ``staging_bytes`` is below one block.
@@ -98,6 +100,7 @@ class Access:
         if at_once * staging.slot_nbytes >= _TOUCHED_NBYTES:
             # Otherwise the first load of a process would wait for its pages.
             store.copying.submit(lambda: staging.touch(at_once))
+        self.lost: deque[tuple[int, int]] = deque()
         self._hide_gauges = metrics.add_gauges(staging.sizes)
 
     @classmethod
@@ -165,6 +168,35 @@ class Access:
                 loss = Outcome.DAMAGED if damaged else got.loss
                 return replace(got, filled=filled, loss=loss)
         return Fetched(filled)
+
+
+class CallTimes:
+    """The measured time of calls to a store: of an answer, and of each block.
+
+    Attributes:
+        answer_s: seconds of a call for one block, on average; 0.0: unknown.
+        block_s: seconds for each block beyond that, in calls at once; 0.0: unknown.
+    """
+
+    def __init__(self) -> None:
+        self.answer_s = 0.0
+        self.block_s = 0.0
+
+    def record(self, num_blocks: int, seconds: float) -> None:
+        """Adds a call that loaded `num_blocks`."""
+        if num_blocks == 1:
+            self.answer_s = 0.5 * (self.answer_s or seconds) + 0.5 * seconds
+        elif num_blocks and self.answer_s:
+            block_s = max(0.0, seconds - self.answer_s) / (num_blocks - 1)
+            self.block_s = 0.7 * (self.block_s or block_s) + 0.3 * block_s
+
+    def hiding(self, most: int) -> int:
+        """Returns the blocks per call, up to `most`, that hide the time of an answer."""
+        if not self.answer_s:
+            return 1
+        if not self.block_s:
+            return most
+        return min(most, 1 + int(1.5 * self.answer_s / self.block_s))
 
 
 def _other_shares(block: BlockLoad) -> tuple[int, int] | None:

@@ -10,20 +10,20 @@ from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from kvconnect.connector.data import LlmArgs
 from kvconnect.connector.io.access import Access
 from kvconnect.connector.io.budget import LookupBudget
 from kvconnect.connector.io.copiers import AttachedCopier
+from kvconnect.connector.io.io_loop import Reply
 from kvconnect.connector.io.load import Loads
-from kvconnect.connector.io.lookup import Hit, Query, look_up
+from kvconnect.connector.io.lookup import Hit, Query
 from kvconnect.connector.io.orders import BlockLoad, BlockSave, SaveOrder
-from kvconnect.connector.io.reply import Reply
 from kvconnect.connector.io.runs import RunLoads
 from kvconnect.connector.io.save import SaveQueue
 from kvconnect.connector.io.strided import StridedPlanes
-from kvconnect.connector.io.window_search import WindowSearch
 from kvconnect.errors import KvConnectError, UsageError
 from kvconnect.kernels.blocks.paged import PagedKv
 from kvconnect.keys import BlockKey
@@ -112,14 +112,18 @@ class StoreAccess:
         answer that is late or failed counts as no hit.
         """
         backend = self._access.store.backend
-        return self._ask([partial(look_up, backend, query) for query in queries], Hit())
+        return self._ask([partial(query.run, backend) for query in queries], Hit())
 
     def lookup(self, keys: Sequence[BlockKey], group: int = 0) -> int:
         """Returns how many leading blocks of the chained `keys` are stored for all ranks.
 
         Blocks for at most ``lookup_timeout_ms``. An answer that is late or failed counts as 0.
         """
-        return self._ask([lambda: self._leading(group, keys)], 0)[0] if keys else 0
+        if not keys:
+            return 0
+        wanted = self._query(keys).store_keys(keys, group)
+        found = self._ask([partial(self._access.store.backend.lookup, wanted)], 0)[0]
+        return found // (len(wanted) // len(keys))
 
     def lookup_with_states(self, keys: Sequence[BlockKey]) -> tuple[int, int]:
         """Returns how many leading blocks of group 0 are stored, and the last end with all states.
@@ -128,37 +132,25 @@ class StoreAccess:
         groups are states, or parts of them. Blocks for at most ``lookup_timeout_ms``. An answer
         that is late or failed counts as 0.
         """
-        return self._ask([lambda: self._find_states(keys)], (0, 0))[0] if keys else (0, 0)
+        hit = self.find([self._query(keys)])[0] if keys else Hit()
+        return next(iter(hit.num_stored), 0), hit.end // self._access.heads[
+            0
+        ].layout.tokens_per_block
 
-    async def _find_states(self, keys: Sequence[BlockKey]) -> tuple[int, int]:
-        stored = await self._leading(0, keys)
-        layouts = [one.layout for one in self._access.heads]
-        search = WindowSearch(
-            self._leading,
-            keys[:stored],
-            windows=[layout.window for layout in layouts],
-            states=frozenset(n for n, layout in enumerate(layouts) if layout.kind == "state"),
-            has_states=self._has_states,
-            tokens_per_block=layouts[0].tokens_per_block,
+    def _query(self, keys: Sequence[BlockKey]) -> Query:
+        """Returns the query of a prompt of unknown tokens that ends behind the blocks of `keys`."""
+        size = self.heads[0].layout.tokens_per_block
+        tokens = np.empty(len(keys) * size + 1, np.int32)
+        return Query(
+            tuple(keys),
+            keys[0],
+            tokens,
+            size,
+            self.heads,
+            shared=self.shared,
+            whole_blocks=True,
+            own_shares=True,
         )
-        end = await search.step_back(stored * layouts[0].tokens_per_block, 1)
-        return stored, end // layouts[0].tokens_per_block
-
-    async def _has_states(self, key: BlockKey) -> bool:
-        groups = range(1, len(self._access.heads))
-        wanted = [one for group in groups for one in self._store_keys(key, group)]
-        return await self._access.store.backend.lookup(wanted) == len(wanted)
-
-    async def _leading(self, group: int, keys: Sequence[BlockKey], _first: int = 0) -> int:
-        wanted = [one for key in keys for one in self._store_keys(key, group)]
-        found = await self._access.store.backend.lookup(wanted)
-        return found // (len(wanted) // len(keys))
-
-    def _store_keys(self, key: BlockKey, group: int) -> tuple[BlockKey, ...]:
-        if not self.shared:
-            return (self._access.store_key(key, group),)
-        heads = self._access.heads[group]
-        return heads.store_keys(key, group, heads.size)
 
     def _ask(self, lookups: Sequence[Callable[[], Coroutine[Any, Any, T]]], nothing: T) -> list[T]:
         """Returns the answer of each lookup; `nothing` for one that is late or failed."""
@@ -238,7 +230,7 @@ class StoreAccess:
             staged = self._saves.stage(
                 order, timeout_s=self._config.save_timeout_s if waits else 0.0
             )
-            self._saves.take_lost()  # already counted; its request has ended
+            self._access.lost.clear()  # already counted; its request has ended
         self._saves.count_dropped(len(blocks) - staged)
         return staged
 

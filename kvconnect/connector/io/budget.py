@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from kvconnect.backends.guard.store import GuardedBackend
-from kvconnect.connector.io.reply import Reply
+from kvconnect.connector.io.io_loop import Reply
 from kvconnect.errors import RetryLater
 from kvconnect.trace import count
 

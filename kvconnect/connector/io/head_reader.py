@@ -6,10 +6,9 @@ import asyncio
 from collections.abc import Sequence
 
 from kvconnect.connector.data import Direction
-from kvconnect.connector.io.fetched import Fetched, fetched
 from kvconnect.connector.io.open_store import OffloadStore
 from kvconnect.connector.io.orders import BlockLoad
-from kvconnect.connector.io.staging import Slot, StagingPool
+from kvconnect.connector.io.staging import Fetched, Slot, StagingPool, fetched
 from kvconnect.frame import frame_nbytes
 from kvconnect.kernels.block_copy import copy_pairs
 from kvconnect.kernels.blocks.paged import PagedKv

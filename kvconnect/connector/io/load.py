@@ -5,16 +5,15 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 
 from kvconnect.connector.data import Direction, TransferFailure
-from kvconnect.connector.io.access import LOADS_IN_FLIGHT, Access
+from kvconnect.connector.io.access import LOADS_IN_FLIGHT, Access, CallTimes
 from kvconnect.connector.io.copiers import copy_batches
-from kvconnect.connector.io.fetched import Fetched
 from kvconnect.connector.io.orders import LoadBlocks
-from kvconnect.connector.io.staging import Slot
+from kvconnect.connector.io.staging import Fetched, Slot
 from kvconnect.errors import KvConnectError, RetryLater
 from kvconnect.explain.outcome import Outcome
 from kvconnect.trace import count
@@ -36,21 +35,35 @@ _PROBE_S = 2.0
 
 
 class Load:
-    """A running load. Belongs to the store's loop, except `closed` and `copied`.
+    """A running load. Belongs to the store's loop, except for what `placing` guards.
+
+    Args:
+        order: the order of the load.
+        done: called once, when the load has ended: on a copy thread if every block is in the pool,
+            else on the loop.
+        arrived: called on a copy thread when blocks have been copied into the pool, and the load
+            has not ended.
 
     Attributes:
-        order: the order of the load.
         copied: a flag for each block: true if it is in the pool.
         closed: true if no more copies into the pool start, because the load was cancelled, failed
             or ran out of time. Any thread may set it, even while the loop is stuck. A running copy,
             of 64 blocks at most, continues to its end.
-        ended: true from before the call of `done`.
+        ended: true from before the call of `done`; guarded.
         failure: set once the load has ended; ``None``: every block is in the pool, or the load was
             cancelled.
+        placing: held while blocks are copied into the pool, and while their flags are set.
     """
 
-    def __init__(self, order: LoadBlocks) -> None:
+    def __init__(
+        self,
+        order: LoadBlocks,
+        done: Callable[[Load], None],
+        arrived: Callable[[], None] | None = None,
+    ) -> None:
         self.order = order
+        self.done = done
+        self.arrived = arrived
         self.copied = bytearray(len(order.blocks))
         self.closed = False
         self.cancelled = False
@@ -58,13 +71,12 @@ class Load:
         self._times: list[tuple[int, float]] = []
         self._noted = 0
         self._started = time.monotonic()
-        self.arrived: Callable[[], None] | None = None
         self.reason = ""
         self.loss = Outcome.FAILED
         self.failure: TransferFailure | None = None
         self.wanted = len(order.blocks)  # leading blocks to load: the later ones are computed
         self.stop = len(order.blocks)  # blocks from here on are not read
-        self.placing = threading.Lock()  # held while blocks are copied into the pool
+        self.placing = threading.Lock()
         self.next = 0
         self.reading = 0  # calls to the store under way
         self.copying = 0  # pieces that have arrived and are not in the pool yet
@@ -80,9 +92,7 @@ class Load:
     def close(self, reason: str, loss: Outcome = Outcome.FAILED) -> None:
         """Stops the load."""
         self.closed = True
-        if not self.reason:
-            self.reason, self.loss = reason, loss
-        self.news.set()
+        self.fail(len(self.order.blocks), reason, loss)
 
     def raise_floor(self, num_tokens: int, tokens_per_block: int) -> None:
         """Stops the load from writing to blocks with tokens before `num_tokens`.
@@ -99,13 +109,22 @@ class Load:
         """Returns whether every block to load is in the pool."""
         return self.num_valid_blocks() >= self.wanted
 
-    def note_time(self) -> None:
-        """Records the number of leading blocks in the pool with the time, if it has grown."""
+    def note_copied(self, first: int, num_blocks: int) -> bool:
+        """Records that `num_blocks` from `first` on are in the pool; on a copy thread.
+
+        Returns true if the load ends with them: the caller calls `done`.
+        """
         with self.placing:
-            num_blocks = self.num_valid_blocks()
-            if num_blocks > self._noted:
-                self._noted = num_blocks
-                self._times.append((num_blocks, time.monotonic() - self._started))
+            self.copied[first : first + num_blocks] = b"\1" * num_blocks
+            valid = self.num_valid_blocks()
+            if self.order.overlaps and valid > self._noted:
+                self._noted = valid
+                self._times.append((valid, time.monotonic() - self._started))
+            missing = valid < self.wanted or self.stop < len(self.order.blocks)
+            if missing or self.closed or self.ended:
+                return False
+            self.ended = True
+            return True
 
     def take_times(self) -> list[tuple[int, float]]:
         """Returns the numbers of blocks, with seconds, recorded since the last call."""
@@ -117,35 +136,6 @@ class Load:
         """Returns the number of leading blocks that are in the pool."""
         missing = self.copied.find(0)
         return len(self.copied) if missing < 0 else missing
-
-
-class _Calls:
-    """The measured time of calls to a store: of an answer, and of each block.
-
-    Attributes:
-        answer_s: seconds of a call for one block, on average; 0.0: unknown.
-        block_s: seconds for each block beyond that, in calls at once; 0.0: unknown.
-    """
-
-    def __init__(self) -> None:
-        self.answer_s = 0.0
-        self.block_s = 0.0
-
-    def record(self, num_blocks: int, seconds: float) -> None:
-        """Adds a call that loaded `num_blocks`."""
-        if num_blocks == 1:
-            self.answer_s = 0.5 * (self.answer_s or seconds) + 0.5 * seconds
-        elif num_blocks and self.answer_s:
-            block_s = max(0.0, seconds - self.answer_s) / (num_blocks - 1)
-            self.block_s = 0.7 * (self.block_s or block_s) + 0.3 * block_s
-
-    def hiding(self, most: int) -> int:
-        """Returns the blocks per call, up to `most`, that hide the time of an answer."""
-        if not self.answer_s:
-            return 1
-        if not self.block_s:
-            return most
-        return min(most, 1 + int(1.5 * self.answer_s / self.block_s))
 
 
 class Loads:
@@ -177,8 +167,7 @@ class Loads:
         self.tokens_per_block = access.store.llm_args.tokens_per_block
         self._running: set[Load] = set()
         self._overlapping: dict[int, Load] = {}  # beside computing, until reported
-        self._lost: deque[tuple[int, int]] = deque()
-        self._calls = _Calls()
+        self._calls = CallTimes()
         self._reads: set[asyncio.Task[None]] = set()
         self._probing: asyncio.Task[None] | None = None
         access.staging.on_free(weakly(self._slots_freed))
@@ -189,17 +178,15 @@ class Loads:
         done: Callable[[Load], None],
         arrived: Callable[[], None] | None = None,
     ) -> Load:
-        """Starts a load, on any thread; `done` is called on the loop once the load has ended.
+        """Starts a load, on any thread; the callbacks are those of `Load`, and may not block.
 
-        `arrived` is called on the loop whenever blocks of a load that overlaps with computing have
-        been copied into the pool.
+        `arrived` is called only if the load overlaps with computing.
         """
-        load = Load(order)
+        load = Load(order, done, arrived if order.overlaps else None)
         if order.overlaps:
-            load.arrived = arrived
             self._overlapping[order.request_id] = load
         self._running.add(load)
-        self._access.store.io.submit(self._run(load, done))
+        self._access.store.io.submit(self._run(load))
         return load
 
     def raise_floor(self, request_id: int, num_tokens: int) -> None:
@@ -234,36 +221,33 @@ class Loads:
             came_to[request_id] = load.order.loaded_from(num_blocks, self.tokens_per_block)
         return came_to
 
-    def take_lost(self) -> list[tuple[int, int]]:
-        """Returns requests, with the first block to save anew, whose loads found blocks gone."""
-        return [self._lost.popleft() for _ in range(len(self._lost))]
-
     def cancel(self, request_id: int | None = None) -> None:
         """Cancels the load of `request_id`, or every load; each ends soon. On any thread."""
-        self._access.store.io.call_soon(lambda: self._cancel(request_id))
-
-    def _cancel(self, request_id: int | None) -> None:
-        for load in list(self._running):
-            if request_id in (None, load.order.request_id):
-                load.cancelled = True
-                load.close("")
+        # Not those that start before the loop's turn: the request may load anew by then.
+        loads = [one for one in list(self._running) if request_id in (None, one.order.request_id)]
+        self._access.store.io.call_soon(lambda: _cancel(loads))
 
     def _slots_freed(self) -> None:
         if self._running:
-            self._access.store.io.call_soon(self._tell_all)
+            self._access.store.io.call_soon(self._wake_all)
 
-    def _tell_all(self) -> None:
+    def _wake_all(self) -> None:
         for load in list(self._running):
             load.news.set()
 
-    async def _run(self, load: Load, done: Callable[[Load], None]) -> None:
-        order = load.order
+    async def _run(self, load: Load) -> None:
         deadline = asyncio.get_running_loop().time() + self._timeout_s
         try:
             await self._fetch(load, deadline)
         finally:
             self._running.discard(load)
-        num_blocks = load.num_valid_blocks()
+        with load.placing:
+            had_ended, load.ended = load.ended, True
+        if not had_ended:  # otherwise a copy thread has reported the end
+            self._report(load)
+
+    def _report(self, load: Load) -> None:
+        order, num_blocks = load.order, load.num_valid_blocks()
         count("connector.load.blocks", blocks=num_blocks, missing=max(0, load.wanted - num_blocks))
         if (num_blocks < load.wanted or load.stop < len(order.blocks)) and not load.cancelled:
             valid = order.start
@@ -272,15 +256,15 @@ class Loads:
             load.failure = TransferFailure(
                 order.request_id, Direction.LOAD, valid, load.reason, loss=load.loss
             )
-        load.ended = True
         self._note_lost(load)
-        done(load)
+        load.done(load)
 
     def _note_lost(self, load: Load) -> None:
         # A lost block is saved anew, also if it was computed meanwhile, or its load was cancelled.
         lost = load.order.overlaps and load.loss in (Outcome.EVICTED, Outcome.DAMAGED)
         if lost and load.ended and not load.failure:
-            self._lost.append((load.order.request_id, load.order.start // self.tokens_per_block))
+            first = load.order.start // self.tokens_per_block
+            self._access.lost.append((load.order.request_id, first))
 
     async def _fetch(self, load: Load, deadline: float) -> None:
         """Runs the load until every block is in the pool, or no more blocks can be."""
@@ -345,7 +329,7 @@ class Loads:
             return 1  # measures the time of an answer
         return min(most, max(-(-num_blocks // _FINE_PIECES), self._calls.hiding(most)))
 
-    async def _read(self, load: Load, first: int, slots: Sequence[Slot]) -> None:
+    async def _read(self, load: Load, first: int, slots: list[Slot]) -> None:
         """Reads one piece from the store into `slots`, then copies it to the pool."""
         order = load.order
         blocks = order.blocks[first : first + len(slots)]
@@ -367,10 +351,8 @@ class Loads:
                 load.fail(first + filled, fetched.reason, fetched.loss)
                 self._note_lost(load)
             if filled and not load.closed:
-                arrived = slots[:filled]
-                await self._access.store.copying.run(lambda: self._copy_now(load, first, arrived))
-                if load.arrived is not None:
-                    load.arrived()
+                copy = partial(self._copy_now, load, first, slots, filled)
+                await self._access.store.copying.run(copy)
         except KvConnectError as error:
             load.fail(first, str(error))
         finally:
@@ -378,10 +360,14 @@ class Loads:
             load.news.set()
             self._access.staging.give_back(Direction.LOAD, slots, fetched.pending)
 
-    def _copy_now(self, load: Load, first: int, slots: Sequence[Slot]) -> None:
-        """Copies slots into the pool, on a copy thread; only the load uses its blocks."""
+    def _copy_now(self, load: Load, first: int, slots: list[Slot], filled: int) -> None:
+        """Copies the first `filled` of `slots` into the pool, and frees them; on a copy thread.
+
+        Only the load uses its blocks. The load ends here if these were its last ones: the engine
+        does not wait for a turn of the loop.
+        """
         copied = 0
-        blocks = load.order.blocks[first : first + len(slots)]
+        blocks = load.order.blocks[first : first + filled]
         for batch in copy_batches(blocks):
             with load.placing:
                 part = slice(batch.start, min(batch.stop, load.wanted - first))
@@ -394,6 +380,15 @@ class Loads:
                     self._access.wait_for_copies_in({group})
             copied = part.stop
         self._access.wait_for_copies_in({block.group for block in blocks})
-        load.copied[first : first + copied] = b"\1" * copied
-        if load.order.overlaps:
-            load.note_time()
+        arrived, slots[:filled] = slots[:filled], []
+        self._access.staging.give_back(Direction.LOAD, arrived)
+        if load.note_copied(first, copied):
+            self._report(load)
+        elif load.arrived is not None:
+            load.arrived()
+
+
+def _cancel(loads: Sequence[Load]) -> None:
+    for load in loads:
+        load.cancelled = True
+        load.close("")

@@ -6,17 +6,15 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from kvconnect.backend import MAX_CHILDREN, Backend, Child
 from kvconnect.connector.io.window_search import WindowSearch, blocks_needed
 from kvconnect.errors import RetryLater
 from kvconnect.keys import BlockKey, KeyChain, Shard, chain_key, store_key, store_keys
 from kvconnect.shards import StoredHeads
-from kvconnect.tokens import TokenArray, as_token_array
+from kvconnect.tokens import TokenArray, as_token_array, common_length
 from kvconnect.trace import warn_once
 
-__all__ = ["Hit", "Query", "blocks_needed", "look_up"]
+__all__ = ["Hit", "Query", "blocks_needed"]
 
 _MOST_STEPS_BACK = 8
 # The most changes, within one prompt, of the tensor parallelism with which its blocks were saved.
@@ -56,9 +54,9 @@ class Hit:
         return self.keys if self.tail is None else (*self.keys, self.tail)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Query:
-    """The tokens and keys of a request at the start of its lookup.
+    """The tokens and keys of a request at the start of its lookup, which `run` makes.
 
     Attributes:
         keys: chained keys of its full blocks.
@@ -71,6 +69,7 @@ class Query:
             one.
         state_interval: the tokens between two snapshots that engines take in any prompt; ``None``:
             not known.
+        own_shares: true if only blocks in the ranks' own shares count.
     """
 
     keys: tuple[BlockKey, ...]
@@ -81,6 +80,10 @@ class Query:
     shared: bool = False
     whole_blocks: bool = False
     state_interval: int | None = None
+    own_shares: bool = False
+    _backend: Backend = field(init=False)
+    _shares: dict[tuple[int, int], int] = field(init=False)
+    _divergence: tuple[int, tuple[int, ...]] | None = field(init=False)
 
     @classmethod
     def of(
@@ -143,20 +146,12 @@ class Query:
     ) -> list[BlockKey]:
         """Returns every key that must be in the store for the blocks of `group`, in order.
 
-        Each block has as many keys as `num_store_keys` returns.
+        Each block has as many keys as there are shards that make it up.
         """
         shards = self._shards(group, shares)
         if len(shards) == 1:
             return store_keys(keys, group, shards[0])
         return [store_key(key, group, shard) for key in keys for shard in shards]
-
-    def num_store_keys(self, group: int, shares: int | None = None) -> int:
-        """Returns how many stored blocks make up one block of `group`."""
-        return len(self._shards(group, shares))
-
-    def sizes(self, group: int) -> tuple[int, ...]:
-        """Returns the numbers of shares that blocks of `group` may have; the ranks' own first."""
-        return self.heads[group].sizes
 
     def _shards(self, group: int, shares: int | None) -> tuple[Shard, ...]:
         heads = self.heads[group]
@@ -165,65 +160,57 @@ class Query:
             return heads.shards(size)
         return tuple(part.shard for part in heads.slices(size))
 
+    async def run(self, backend: Backend, *, most_steps: int = _MOST_STEPS_BACK) -> Hit:
+        """Returns the part of the prompt that `backend` has; on the store's loop, one at a time.
 
-async def look_up(backend: Backend, query: Query, *, most_steps: int = _MOST_STEPS_BACK) -> Hit:
-    """Returns the part of `query` that `backend` has. Runs on the store's loop.
+        Every group with full attention must have every block. A group with a window must have the
+        blocks that the window covers at the hit's end; its other blocks are not looked up. If a
+        window's block is missing, the hit ends at that block and the window is looked up again, up
+        to `most_steps` times. After that only the blocks from the first one on without a gap count.
 
-    Every group with full attention must have every block. A group with a window must have the
-    blocks that the window covers at the hit's end; its other blocks are not looked up. If a
-    window's block is missing, the hit ends at that block and the window is looked up again, up to
-    `most_steps` times. After that only the blocks from the first one on without a gap count.
+        Raises the errors of the guarded backend.
+        """
+        self._backend, self._shares, self._divergence = backend, {}, None
+        counts = await self._leading_by_group()
+        num_blocks = min((one for one in counts if one is not None), default=len(self.keys))
+        keys = self.keys[:num_blocks]
+        tail, tail_tokens = await self._find_tail(keys)
+        size = self.tokens_per_block
+        end, reach = min(num_blocks * size + tail_tokens, self.most), 0
+        if any(window is not None for window in self.windows):
+            search = WindowSearch(
+                self._leading,
+                self._has_states,
+                keys if tail is None else (*keys, tail),
+                layouts=[one.layout for one in self.heads],
+                state_interval=self.state_interval,
+            )
+            end = await search.step_back(end, most_steps)
+            reach = search.reach
+            if end <= num_blocks * size:
+                keys, tail = keys[: -(-end // size)], None
+        num_stored = tuple(len(keys) if one is None else one for one in counts)
+        return Hit(keys, tail, end, num_stored, self._shares, self._divergence, reach)
 
-    Raises the errors of the guarded backend; nothing has changed then.
-    """
-    found = _Found(backend, query)
-    counts = await _leading(found, query)
-    num_blocks = min((one for one in counts if one is not None), default=len(query.keys))
-    keys = query.keys[:num_blocks]
-    tail, tail_tokens = await _find_tail(found, query, keys)
-    size = query.tokens_per_block
-    end, reach = min(num_blocks * size + tail_tokens, query.most), 0
-    if any(window is not None for window in query.windows):
-        path = keys if tail is None else (*keys, tail)
-        search = WindowSearch(
-            found.leading,
-            path,
-            windows=query.windows,
-            states=query.states,
-            has_states=found.has_states,
-            tokens_per_block=size,
-            state_interval=query.state_interval,
-        )
-        end = await search.step_back(end, most_steps)
-        reach = search.reach
-        if end <= num_blocks * size:
-            keys, tail = keys[: -(-end // size)], None
-    num_stored = tuple(len(keys) if one is None else one for one in counts)
-    return Hit(keys, tail, end, num_stored, found.shares, found.divergence, reach)
+    async def _leading_by_group(self) -> list[int | None]:
+        """Returns how many leading blocks each group with full attention has; else ``None``."""
+        counts: list[int | None] = []
+        num_blocks = len(self.keys)
+        for group, window in enumerate(self.windows):
+            if window is not None:
+                counts.append(None)
+                continue
+            num_blocks = await self._leading(group, self.keys[:num_blocks], 0)
+            counts.append(num_blocks)
+        return counts
 
-
-class _Found:
-    """The blocks that are in a store, in the ranks' own shares or in others.
-
-    Attributes:
-        backend: the store.
-        shares: the number of shares of blocks saved in other shares; see `Hit`.
-        divergence: as in `Hit`.
-    """
-
-    def __init__(self, backend: Backend, query: Query) -> None:
-        self.backend = backend
-        self.shares: dict[tuple[int, int], int] = {}
-        self.divergence: tuple[int, tuple[int, ...]] | None = None
-        self._query = query
-
-    async def leading(self, group: int, keys: Sequence[BlockKey], first: int) -> int:
+    async def _leading(self, group: int, keys: Sequence[BlockKey], first: int) -> int:
         """Returns how many leading `keys`, blocks of `group` from number `first` on, are stored.
 
         Other shares are looked up from the first block that is missing in the ranks' own shares,
         and again where they end. So a block that is missing in all shares costs one more lookup.
         """
-        own, *_ = sizes = self._query.sizes(group)
+        own, *_ = sizes = self.heads[group].sizes[: 1 if self.own_shares else None]
         at = await self._present(group, keys, own)
         size = own
         for _ in range(_MOST_CHANGES):
@@ -238,115 +225,86 @@ class _Found:
             size = others[there.index(1)]
             stop = at + 1 + await self._present(group, keys[at + 1 :], size)
             if size != own:
-                self.shares |= {(group, first + n): size for n in range(at, stop)}
+                self._shares |= {(group, first + n): size for n in range(at, stop)}
             at = stop
         return at
 
-    async def has_states(self, key: BlockKey) -> bool:
+    async def _has_states(self, key: BlockKey) -> bool:
         """Returns whether the block of `key` is there in all groups of states."""
-        query = self._query
-        wanted = [one for group in sorted(query.states) for one in query.store_keys([key], group)]
-        return await self.backend.lookup(wanted) == len(wanted)
+        wanted = [one for group in sorted(self.states) for one in self.store_keys([key], group)]
+        return await self._backend.lookup(wanted) == len(wanted)
 
     async def _present(self, group: int, keys: Sequence[BlockKey], shares: int) -> int:
         if not keys:
             return 0
-        wanted = self._query.store_keys(keys, group, shares)
-        return await self.backend.lookup(wanted) // self._query.num_store_keys(group, shares)
+        found = await self._backend.lookup(self.store_keys(keys, group, shares))
+        return found // len(self._shards(group, shares))
 
+    async def _find_tail(self, keys: Sequence[BlockKey]) -> tuple[BlockKey | None, int]:
+        """Returns the key of a block after `keys` that continues the prompt, and its common tokens.
 
-async def _leading(found: _Found, query: Query) -> list[int | None]:
-    """Returns how many leading blocks each group with full attention has; ``None`` for others."""
-    counts: list[int | None] = []
-    num_blocks = len(query.keys)
-    for group, window in enumerate(query.windows):
-        if window is not None:
-            counts.append(None)
-            continue
-        num_blocks = await found.leading(group, query.keys[:num_blocks], 0)
-        counts.append(num_blocks)
-    return counts
-
-
-async def _find_tail(
-    found: _Found, query: Query, keys: Sequence[BlockKey]
-) -> tuple[BlockKey | None, int]:
-    """Returns the key of a block after `keys` that continues the prompt, and how many tokens match.
-
-    Searches blocks in the ranks' own shares, and in the shares of the last of `keys`.
-    """
-    wanted = query.tokens[len(keys) * query.tokens_per_block : query.most]
-    if query.ends_with_a_block or len(wanted) == 0 or not found.backend.capabilities.enumerable:
-        return None, 0
-    wanted = wanted[: query.tokens_per_block]
-    own = query.sizes(0)[0]
-    best: tuple[int, BlockKey | None, int] = (0, None, own)
-    for size in dict.fromkeys((own, found.shares.get((0, len(keys) - 1), own))):
-        tail, num_tokens = await _child(found, query, keys, wanted, size)
-        if num_tokens > best[0]:
-            best = (num_tokens, tail, size)
-    num_tokens, tail, size = best
-    if tail is None:
-        return None, 0
-    rest = query.store_keys([tail], 0, size)[1:]
-    if rest and await found.backend.lookup(rest) < len(rest):
-        return None, 0
-    for group, window in enumerate(query.windows):
-        if group == 0 or window is not None:
-            continue
-        if not await found.leading(group, [tail], len(keys)):
+        Searches blocks in the ranks' own shares, and in the shares of the last of `keys`.
+        """
+        size = self.tokens_per_block
+        wanted = self.tokens[len(keys) * size : self.most][:size]
+        enumerable = self._backend.capabilities.enumerable
+        if self.ends_with_a_block or len(wanted) == 0 or not enumerable:
             return None, 0
-    if size != own:
-        found.shares[0, len(keys)] = size
-    return tail, num_tokens
+        own = self.heads[0].sizes[0]
+        best: tuple[int, BlockKey | None, int] = (0, None, own)
+        for shares in dict.fromkeys((own, self._shares.get((0, len(keys) - 1), own))):
+            tail, num_tokens = await self._child(keys, wanted, shares)
+            if num_tokens > best[0]:
+                best = (num_tokens, tail, shares)
+        num_tokens, tail, shares = best
+        if tail is None:
+            return None, 0
+        rest = self.store_keys([tail], 0, shares)[1:]
+        if rest and await self._backend.lookup(rest) < len(rest):
+            return None, 0
+        for group, window in enumerate(self.windows):
+            if group and window is None and not await self._leading(group, [tail], len(keys)):
+                return None, 0
+        if shares != own:
+            self._shares[0, len(keys)] = shares
+        return tail, num_tokens
 
+    async def _child(
+        self, keys: Sequence[BlockKey], wanted: TokenArray, shares: int
+    ) -> tuple[BlockKey | None, int]:
+        """Returns the best child of the last of `keys` among those stored in so many `shares`."""
+        parent = keys[-1] if keys else self.root
+        try:
+            children = await self._backend.children(self.store_key(parent, 0, shares))
+        except RetryLater as error:
+            # The index of children is optional: without it only the tail of a hit is lost.
+            warn_once("connector.children", f"only whole blocks are looked up: {error}")
+            return None, 0
+        some = children[-MAX_CHILDREN:]
+        tail, num_tokens = self._best_child(parent, wanted, some, shares)
+        first = len(keys) * self.tokens_per_block
+        for child in reversed(some):
+            if num_tokens < min(len(child.tokens), len(wanted)) and (
+                common_length(child.tokens, wanted) == num_tokens
+            ):
+                instead = tuple(map(int, child.tokens[num_tokens:]))
+                self._divergence = (first + num_tokens, instead)
+                break
+        return tail, num_tokens
 
-async def _child(
-    found: _Found, query: Query, keys: Sequence[BlockKey], wanted: TokenArray, shares: int
-) -> tuple[BlockKey | None, int]:
-    """Returns the best child of the last of `keys` among those stored in so many `shares`."""
-    parent = keys[-1] if keys else query.root
-    try:
-        children = await found.backend.children(query.store_key(parent, 0, shares))
-    except RetryLater as error:
-        # The index of children is optional: without it only the tail of a hit is lost.
-        warn_once("connector.children", f"only whole blocks are looked up: {error}")
+    def _best_child(
+        self, parent: BlockKey, wanted: TokenArray, children: Sequence[Child], shares: int
+    ) -> tuple[BlockKey | None, int]:
+        """Returns the child with most leading tokens of `wanted`, if its key is right."""
+        common = [(common_length(one.tokens, wanted), at) for at, one in enumerate(children)]
+        for num_tokens, number in sorted(common, reverse=True):
+            if num_tokens == 0:
+                break
+            child = children[number]
+            # The store's answer is not trusted: the key must equal the one computed from the
+            # tokens.
+            key = chain_key(parent, as_token_array(child.tokens))
+            stored = self.store_key(key, 0, shares)
+            if len(child.tokens) <= self.tokens_per_block and stored == child.key:
+                return key, num_tokens
         return None, 0
-    some = children[-MAX_CHILDREN:]
-    tail, num_tokens = _best_child(query, parent, wanted, some, shares)
-    first = len(keys) * query.tokens_per_block
-    for child in reversed(some):
-        if num_tokens < min(len(child.tokens), len(wanted)) and (
-            _num_shared(child.tokens, wanted) == num_tokens
-        ):
-            instead = tuple(map(int, child.tokens[num_tokens:]))
-            found.divergence = (first + num_tokens, instead)
-            break
-    return tail, num_tokens
-
-
-def _best_child(
-    query: Query,
-    parent: BlockKey,
-    wanted: TokenArray,
-    children: Sequence[Child],
-    shares: int,
-) -> tuple[BlockKey | None, int]:
-    """Returns the child with most leading tokens of `wanted`, if its key is right."""
-    shared = [(_num_shared(child.tokens, wanted), number) for number, child in enumerate(children)]
-    for num_tokens, number in sorted(shared, reverse=True):
-        if num_tokens == 0:
-            break
-        child = children[number]
-        # The store's answer is not trusted: the key must equal the one computed from the tokens.
-        key = chain_key(parent, as_token_array(child.tokens))
-        stored = query.store_key(key, 0, shares)
-        if len(child.tokens) <= query.tokens_per_block and stored == child.key:
-            return key, num_tokens
-    return None, 0
-
-
-def _num_shared(tokens: TokenArray, wanted: TokenArray) -> int:
-    length = min(len(tokens), len(wanted))
-    differs = np.flatnonzero(tokens[:length] != wanted[:length])
-    return int(differs[0]) if len(differs) else length

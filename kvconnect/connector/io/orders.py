@@ -162,9 +162,15 @@ class SaveOrder:
         blocks: what to store, by number and then by group: parents come before children.
         namespace: digest of salt and adapter, then one of the salt; see `Namespace.tag`.
         expires_at: Unix seconds from which on they are not wanted any more; ``None``: no such time.
+        end: the leading valid tokens of a request that has ended, whose blocks are kept until they
+            are staged. `blocks` are those of which no save was ordered before.
+        waits: true if the blocks of an ended request wait for staging memory; otherwise blocks
+            without memory are dropped.
     """
 
     request_id: int
     blocks: Sequence[BlockSave]
     namespace: bytes = b""
     expires_at: float | None = None
+    end: int = 0
+    waits: bool = False

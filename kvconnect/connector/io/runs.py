@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 
 from kvconnect.connector.io.load import Load, Loads
@@ -14,7 +15,7 @@ class RunLoads:
     Args:
         loads: starts the loads, on any thread.
         runs: the runs, each with its blocks in order.
-        done: called with `valid`, on the loop, when all have ended; at once if no block is to be
+        done: called with `valid` when all have ended, as `Load.done`; at once if no block is to be
             loaded.
 
     Attributes:
@@ -31,6 +32,7 @@ class RunLoads:
         self._done = done
         wanted = [(number, tuple(blocks)) for number, blocks in enumerate(runs) if blocks]
         self._left = len(wanted)
+        self._ending = threading.Lock()
         size = loads.tokens_per_block
         self._loads = [
             loads.start(LoadBlocks(number, 0, len(blocks) * size, blocks), self._ended)
@@ -47,6 +49,8 @@ class RunLoads:
     def _ended(self, load: Load) -> None:
         if not load.cancelled:
             self.valid[load.order.request_id] = load.num_valid_blocks()
-        self._left -= 1
-        if not self._left:
+        with self._ending:
+            self._left -= 1
+            last = not self._left
+        if last:
             self._done(self.valid)

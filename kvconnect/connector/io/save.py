@@ -48,19 +48,17 @@ class SaveQueue:
         self._staged: deque[_Staged] = deque()
         self._writing = 0
         self._writes: set[asyncio.Task[None]] = set()
-        self._lost: deque[tuple[int, int]] = deque()
         self._unwritten = 0
         self._changed = threading.Condition()
 
     def stage(
         self,
         order: SaveOrder,
-        first: int = 0,
         *,
         stream: torch.cuda.Stream | None = None,
         timeout_s: float = 0.0,
     ) -> int:
-        """Copies ``order.blocks[first:]`` to staging slots; the loop writes them from there.
+        """Copies the blocks of `order` to staging slots; the loop writes them from there.
 
         The copied blocks may be reused when this returns (on CUDA: `stream` waits for the copies).
         Blocks up to `timeout_s` for room.
@@ -68,7 +66,7 @@ class SaveQueue:
         Returns:
             The number of leading blocks that were staged.
         """
-        blocks = tuple(order.blocks)[first:]
+        blocks = tuple(order.blocks)
         deadline = time.monotonic() + timeout_s
         staged = 0
         while staged < len(blocks):
@@ -102,10 +100,6 @@ class SaveQueue:
                 f"{num_blocks} blocks were not saved: the store is slower than the model and "
                 "staging_bytes are used up",
             )
-
-    def take_lost(self) -> list[tuple[int, int]]:
-        """Returns requests and block numbers that could not be written, since the last call."""
-        return [self._lost.popleft() for _ in range(len(self._lost))]
 
     # ------------------------------------------------------------------ on the engine's thread
 
@@ -192,7 +186,7 @@ class SaveQueue:
         if lost:
             count("connector.save.lost", blocks=len(lost))
             warn_once("connector.save.lost", f"{len(lost)} blocks were not stored: {reason}")
-            self._lost.extend((staged.request_id, staged.number) for staged in lost)
+            self._access.lost.extend((staged.request_id, staged.number) for staged in lost)
         self._access.staging.give_back(Direction.SAVE, [staged.slot for staged in batch], pending)
         with self._changed:
             self._unwritten -= len(batch)

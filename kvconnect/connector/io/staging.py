@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -11,7 +11,8 @@ from torch import Tensor
 
 from kvconnect import frame
 from kvconnect.connector.data import Direction
-from kvconnect.errors import ConfigurationError
+from kvconnect.errors import BackendTimeout, ConfigurationError, KvConnectError
+from kvconnect.explain.outcome import Outcome
 from kvconnect.kernels.blocks.paged import PagedKv
 from kvconnect.kernels.pinned import PinnedPool
 from kvconnect.layout import KvCacheLayout
@@ -169,6 +170,37 @@ class StagingPool:
     def _slot(self, index: int) -> Slot:
         whole = self.region[index * self.slot_nbytes : (index + 1) * self.slot_nbytes]
         return Slot(index, whole, frame.payload(whole, self._payload_nbytes))
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """The outcome of a call to the store that loads blocks.
+
+    Attributes:
+        filled: the number of leading slots that hold their block.
+        reason: the reason why other slots do not.
+        loss: the reason as an outcome of the tokens.
+        pending: futures; the store may write into the slots until they are done.
+    """
+
+    filled: int
+    reason: str = ""
+    pending: tuple[Future[None], ...] = ()
+    loss: Outcome = Outcome.FAILED
+
+
+async def fetched(loading: Awaitable[int], wanted: int) -> Fetched:
+    """Returns the outcome of `loading`, a call to `Backend.load` for `wanted` blocks."""
+    try:
+        filled = await loading
+    except BackendTimeout as error:
+        pending = () if error.pending is None else (error.pending,)
+        return Fetched(0, str(error), pending, Outcome.LATE)
+    except KvConnectError as error:
+        return Fetched(0, str(error))
+    missing = filled < wanted
+    reason = "a block is gone from the store, or was damaged" if missing else ""
+    return Fetched(filled, reason, loss=Outcome.EVICTED)
 
 
 def clear_beyond(payload: Tensor, layout: KvCacheLayout, num_tokens: int) -> None:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 from kvconnect.keys import BlockKey
+from kvconnect.layout import KvCacheLayout
 
 _STATES_AT_ONCE = 32
 """The number of blocks that are searched for a snapshot of states at one time."""
@@ -16,11 +17,9 @@ class WindowSearch:
 
     Args:
         leading: returns how many leading keys, blocks of a group from a number on, are stored.
+        has_states: returns whether all groups of states have the block of a key.
         path: keys of the blocks that a hit may use.
-        windows: the attention window of each pool group.
-        states: the groups whose blocks are snapshots of states, or parts of them.
-        has_states: returns whether all of these groups have the block of a key.
-        tokens_per_block: tokens of a full block.
+        layouts: the layouts of the pool groups.
         state_interval: the tokens between two snapshots that are searched far before the end;
             ``None``: every block is searched.
 
@@ -31,25 +30,24 @@ class WindowSearch:
     def __init__(
         self,
         leading: Callable[[int, Sequence[BlockKey], int], Awaitable[int]],
+        has_states: Callable[[BlockKey], Awaitable[bool]],
         path: Sequence[BlockKey],
         *,
-        windows: Sequence[int | None],
-        states: frozenset[int],
-        has_states: Callable[[BlockKey], Awaitable[bool]],
-        tokens_per_block: int,
-        state_interval: int | None = None,
+        layouts: Sequence[KvCacheLayout],
+        state_interval: int | None,
     ) -> None:
-        self._interval = tokens_per_block if state_interval is None else state_interval
         self._leading = leading
         self._has_states = has_states
         self._path = path
-        self._size = tokens_per_block
+        self._size = layouts[0].tokens_per_block
+        self._interval = state_interval or self._size
         # One of the groups of states stands for all of them; it is the last one to be searched.
+        states = [group for group, layout in enumerate(layouts) if layout.kind == "state"]
         self._states = max(states, default=None)
         self._windows = {
-            group: one
-            for group, one in enumerate(windows)
-            if one is not None and (group not in states or group == self._states)
+            group: layout.window
+            for group, layout in enumerate(layouts)
+            if layout.window is not None and (layout.kind != "state" or group == self._states)
         }
         # From this block on, up to where the hit ends, the group has every block.
         self._known = dict.fromkeys(self._windows, len(path))

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from kvconnect.connector.data import LlmArgs, RequestData
 from kvconnect.connector.io.budget import LookupBudget
-from kvconnect.connector.io.lookup import Hit, Query, blocks_needed, look_up
+from kvconnect.connector.io.io_loop import Reply
+from kvconnect.connector.io.lookup import Hit, Query, blocks_needed
 from kvconnect.connector.io.open_store import OffloadStore
 from kvconnect.connector.io.orders import BlockLoad, LoadBlocks
-from kvconnect.connector.io.reply import Reply
 from kvconnect.errors import ConnectorContractError
 from kvconnect.explain.outcome import Outcome
 from kvconnect.keys import KeyChain
@@ -99,7 +99,7 @@ class StoreFinding:
             whole_blocks=self._whole_blocks,
             state_interval=self._state_interval,
         )
-        return await look_up(backend, query)
+        return await query.run(backend)
 
     # ------------------------------------------------------------------ the answer
 

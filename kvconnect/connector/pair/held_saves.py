@@ -1,9 +1,9 @@
-"""The saves that wait for the end of their request, and then for staging memory."""
+"""The saves that wait for the end of their request."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from kvconnect.connector.io.lookup import blocks_needed
 from kvconnect.connector.io.orders import BlockSave, SaveOrder
@@ -77,17 +77,3 @@ class HeldSaves:
             return None
         ordered = tuple(blocks[key] for key in sorted(blocks))
         return replace(orders[0], blocks=ordered)
-
-
-@dataclass(slots=True)
-class LeavingSave:
-    """The unstaged blocks of an ended request, and the deadline for staging them."""
-
-    order: SaveOrder | None
-    deadline: float
-    staged: int = 0
-
-    @property
-    def missing(self) -> int:
-        """The number of blocks that are not staged."""
-        return 0 if self.order is None else len(self.order.blocks) - self.staged

@@ -10,23 +10,6 @@ from kvconnect.connector.io.orders import LoadBlocks, SaveOrder
 
 
 @dataclass(frozen=True, slots=True)
-class RequestEnd:
-    """A request that ended and whose blocks are kept until they are staged.
-
-    Attributes:
-        request_id: the id of the request.
-        num_tokens: the request's leading valid tokens.
-        rest: blocks of which no save was ordered before.
-        waits: true if blocks wait for staging memory; otherwise blocks without memory are dropped.
-    """
-
-    request_id: int
-    num_tokens: int
-    rest: SaveOrder | None
-    waits: bool
-
-
-@dataclass(frozen=True, slots=True)
 class OffloadMeta:
     """The message of the scheduler to every worker in a step.
 
@@ -45,7 +28,7 @@ class OffloadMeta:
 
     loads: tuple[LoadBlocks, ...] = ()
     saves: tuple[SaveOrder, ...] = ()
-    ended: tuple[RequestEnd, ...] = ()
+    ended: tuple[SaveOrder, ...] = ()
     forgotten: tuple[int, ...] = ()
     fetches: tuple[FetchOrder, ...] = ()
     publish: tuple[PublishOrder, ...] = ()

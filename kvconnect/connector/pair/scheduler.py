@@ -13,7 +13,7 @@ from kvconnect.connector.io.lookup import Hit
 from kvconnect.connector.io.orders import LoadBlocks, SaveOrder
 from kvconnect.connector.pair.finding import StoreFinding, by_group
 from kvconnect.connector.pair.hooks import GuardedHooks, StoreHooks
-from kvconnect.connector.pair.messages import OffloadMeta, RequestEnd, WorkerMeta
+from kvconnect.connector.pair.messages import OffloadMeta, WorkerMeta
 from kvconnect.connector.pair.save_plan import SavePlan
 from kvconnect.connector.scheduler import KvCacheConnectorScheduler
 from kvconnect.explain.account import PromptAccount
@@ -75,7 +75,7 @@ class OffloadScheduler(StoreHooks, KvCacheConnectorScheduler):
             group for group, layout in enumerate(llm_args.layouts) if layout.kind == "state"
         )
         self._plans: dict[int, SavePlan] = {}
-        self._ended: list[RequestEnd] = []  # and the next are for the next step's metadata
+        self._ended: list[SaveOrder] = []  # and the next are for the next step's metadata
         self._forgotten: list[int] = []
         self._backlogged = False
         self._accounts: dict[int, PromptAccount] = {}  # the last ended requests
@@ -239,10 +239,10 @@ class OffloadScheduler(StoreHooks, KvCacheConnectorScheduler):
             return False
         plan.hold(block_ids)
         end = self._end(plan, self._finding)
-        num_blocks = plan.num_held + (0 if end.rest is None else len(end.rest.blocks))
+        num_blocks = plan.num_held + len(end.blocks)
         if not num_blocks:
             return False
-        first = 0 if plan.num_held or end.rest is None else end.rest.blocks[0].number
+        first = 0 if plan.num_held else end.blocks[0].number
         account = plan.request.account
         if not self._finding.store.backend.available:
             count("connector.save.lost", blocks=num_blocks)
@@ -258,7 +258,7 @@ class OffloadScheduler(StoreHooks, KvCacheConnectorScheduler):
             self._forgotten.append(end.request_id)
         return False
 
-    def _end(self, plan: SavePlan, finding: StoreFinding) -> RequestEnd:
+    def _end(self, plan: SavePlan, finding: StoreFinding) -> SaveOrder:
         """Returns the order for the valid blocks of an ended request that the store lacks."""
         self._learn(plan, late=Hit())
         self._accounts[plan.request.request_id] = plan.request.account
@@ -270,7 +270,7 @@ class OffloadScheduler(StoreHooks, KvCacheConnectorScheduler):
         rest = plan.order(valid // size, valid, valid if with_tail else None, ends=True)
         # Blocks kept for a store that does not answer would be missing for later requests.
         waits = self._config.on_backlog == "wait" or not finding.budget.suspended
-        return RequestEnd(request.request_id, valid, rest, waits)
+        return replace(rest or SaveOrder(request.request_id, ()), end=valid, waits=waits)
 
     def get_kv_transfer_params(self, request: LlmRequest) -> dict[str, Any] | None:
         """Returns what another engine needs to fetch the prompt, if it is published."""

@@ -19,7 +19,7 @@ from kvconnect.connector.io.open_store import OffloadStore
 from kvconnect.connector.io.orders import SaveOrder
 from kvconnect.connector.io.save import SaveQueue
 from kvconnect.connector.io.strided import StridedPlanes
-from kvconnect.connector.pair.held_saves import HeldSaves, LeavingSave
+from kvconnect.connector.pair.held_saves import HeldSaves
 from kvconnect.connector.pair.messages import OffloadMeta, WorkerMeta
 from kvconnect.connector.stream import ForwardStream, cuda_stream
 from kvconnect.connector.worker import KvCacheConnectorWorker
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 # The worker's deadlines are earlier than the runtime's: the worker knows when its writes have
 # ended, whereas the runtime would have to quarantine the blocks.
 _OWN_SHARE = 0.9
+_NO_ORDERS = OffloadMeta()
 
 
 class OffloadWorker(KvCacheConnectorWorker):
@@ -63,7 +64,8 @@ class OffloadWorker(KvCacheConnectorWorker):
         self._ended: deque[tuple[int, TransferFailure | None]] = deque()
         self._failed: list[TransferFailure] = []
         self._load_times: dict[int, list[tuple[int, float]]] = {}
-        self._leaving: dict[int, LeavingSave] = {}
+        # The unstaged blocks of ended requests, with the deadlines for staging them.
+        self._leaving: dict[int, tuple[SaveOrder, float]] = {}
         self._saved: list[int] = []
         self._missing: dict[int, int] = {}
         self._dropped: set[int] = set()
@@ -132,7 +134,7 @@ class OffloadWorker(KvCacheConnectorWorker):
     def bind_connector_meta(self, metadata: object) -> None:
         """Receives the step's orders; handles ended requests and published prompts."""
         super().bind_connector_meta(metadata)
-        meta = metadata if isinstance(metadata, OffloadMeta) else OffloadMeta()
+        meta = metadata if isinstance(metadata, OffloadMeta) else _NO_ORDERS
         if self._publisher is not None:
             for request_id in meta.lost:
                 self._publisher.revoke(request_id)
@@ -144,9 +146,9 @@ class OffloadWorker(KvCacheConnectorWorker):
             self._held.forget(request_id)
         timeout_s = _OWN_SHARE * self._config.save_timeout_s
         for end in meta.ended:
-            order = self._held.take(end.request_id, end.num_tokens, self._own(end.rest))
+            order = self._held.take(end.request_id, end.end, self._own(end))
             deadline = time.monotonic() + timeout_s if end.waits else 0.0
-            self._leaving[end.request_id] = LeavingSave(order, deadline)
+            self._leaving[end.request_id] = order or replace(end, blocks=()), deadline
 
     # ------------------------------------------------------------------ loads
 
@@ -207,23 +209,20 @@ class OffloadWorker(KvCacheConnectorWorker):
                 if (now := self._held.add(order) if held else order) is not None:
                     self._stage(now, cuda_stream(stream), max(0.0, deadline - time.monotonic()))
 
-    def _own(self, order: SaveOrder | None) -> SaveOrder | None:
+    def _own(self, order: SaveOrder) -> SaveOrder | None:
         """Returns the part of `order` that this rank saves; ``None`` if there is none.
 
         An earlier rank with the same heads saves those.
         """
-        if order is None or self._saves_all:
+        if self._saves_all:
             return order
         blocks = tuple(block for block in order.blocks if self._access.saves(block.group))
         return replace(order, blocks=blocks) if blocks else None
 
     def _stage(self, order: SaveOrder, stream: torch.cuda.Stream | None, timeout_s: float) -> None:
         staged = self._queue.stage(order, stream=stream, timeout_s=timeout_s)
-        missing = len(order.blocks) - staged
-        if missing:
-            self._note_missing(order.request_id, order.blocks[staged].number)
-            self._dropped.add(order.request_id)
-            self._queue.count_dropped(missing)
+        if staged < len(order.blocks):
+            self._note_dropped(order, staged)
 
     def request_reset(self, request_id: int, num_committed: int) -> None:
         """Withdraws a request's prompt; stages its held blocks while there is staging memory."""
@@ -249,8 +248,16 @@ class OffloadWorker(KvCacheConnectorWorker):
         if isinstance(self._metadata, OffloadMeta):
             self._metadata = replace(self._metadata, saves=())
         self._held = HeldSaves(self._llm_args.layouts)
-        for leaving in self._leaving.values():
-            leaving.order = None
+        self._leaving = {
+            request_id: (replace(order, blocks=()), deadline)
+            for request_id, (order, deadline) in self._leaving.items()
+        }
+
+    def _note_dropped(self, order: SaveOrder, staged: int) -> None:
+        """Notes that only the first `staged` blocks of `order` found staging memory."""
+        self._note_missing(order.request_id, order.blocks[staged].number)
+        self._dropped.add(order.request_id)
+        self._queue.count_dropped(len(order.blocks) - staged)
 
     def _note_missing(self, request_id: int, block: int) -> None:
         self._missing[request_id] = min(block, self._missing.get(request_id, block))
@@ -323,29 +330,25 @@ class OffloadWorker(KvCacheConnectorWorker):
         """Stages the remaining blocks of ended requests while there is staging memory."""
         if self._open_store is None:
             return
-        for request_id, block in (*self._queue.take_lost(), *self._loads.take_lost()):
-            self._note_missing(request_id, block)
+        while self._access.lost:
+            self._note_missing(*self._access.lost.popleft())
         if not self._leaving:
             return
         stream, now = self._current_stream(), time.monotonic()
-        for request_id, leaving in list(self._leaving.items()):
-            if leaving.order is not None:
-                leaving.staged += self._queue.stage(leaving.order, leaving.staged, stream=stream)
-            missing = leaving.missing
-            if not missing:
+        for request_id, (order, deadline) in list(self._leaving.items()):
+            staged = self._queue.stage(order, stream=stream)
+            left = order.blocks[staged:]
+            if not left:
                 self._saved.append(request_id)
-            elif now >= leaving.deadline:
-                self._queue.count_dropped(missing)
-                if leaving.order is not None:
-                    number = leaving.order.blocks[leaving.staged].number
-                    self._note_missing(request_id, number)
-                    self._dropped.add(request_id)
-                reason = f"no room in the staging memory for {missing} blocks"
+            elif now >= deadline:
+                self._note_dropped(order, staged)
+                reason = f"no room in the staging memory for {len(left)} blocks"
                 if request_id in self._shared:  # its blocks are not free yet
                     warn_once("disagg.save", f"request {request_id}: {reason}")
                 else:
                     self._failed.append(TransferFailure(request_id, Direction.SAVE, reason=reason))
             else:
+                self._leaving[request_id] = replace(order, blocks=left), deadline
                 continue
             del self._leaving[request_id]
 
@@ -377,10 +380,8 @@ class OffloadWorker(KvCacheConnectorWorker):
         if self._saves is None:
             store.release()
             return
-        for leaving in self._leaving.values():
-            if leaving.order is not None:
-                left = max(0.0, drain_until - time.monotonic())
-                self._saves.stage(leaving.order, leaving.staged, timeout_s=left)
+        for order, _ in self._leaving.values():
+            self._saves.stage(order, timeout_s=max(0.0, drain_until - time.monotonic()))
         self._leaving.clear()
         self._saves.drain(drain_until)
         self._access.close()

@@ -112,14 +112,6 @@ class Instructions:
 
 
 @dataclass(frozen=True, slots=True)
-class RequestError:
-    """An error of a rank's worker for one request, as a text with its class and message."""
-
-    request_id: int
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
 class Report:
     """The message of the second exchange: the answers of one rank's worker in a step.
 
@@ -133,7 +125,8 @@ class Report:
             are in its blocks or computed.
         load_times: the progress of loads over time: the request, and positions with seconds.
         worker_meta: the data for the scheduler, from `build_worker_meta`.
-        request_errors: errors of this rank's worker for single requests; none on the leader.
+        request_errors: errors of this rank's worker for single requests, as texts with class and
+            message; none on the leader.
     """
 
     step: int
@@ -144,7 +137,7 @@ class Report:
     heads: tuple[tuple[int, int], ...] = ()
     load_times: tuple[tuple[int, tuple[tuple[int, float], ...]], ...] = ()
     worker_meta: object = None
-    request_errors: tuple[RequestError, ...] = ()
+    request_errors: tuple[tuple[int, str], ...] = ()
 
 
 def agreed(communicator: Communicator, mine: Report) -> list[Report]:

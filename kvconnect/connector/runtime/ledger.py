@@ -10,7 +10,7 @@ from kvconnect.cache.resource_manager import BaseKVCacheManager, PinnedBlocks
 from kvconnect.config import KvCacheConnectorConfig
 from kvconnect.connector.data import Direction, TransferFailure
 from kvconnect.connector.ranks.communicator import Report
-from kvconnect.connector.runtime.quarantine import Quarantine, Quarantined
+from kvconnect.connector.runtime.quarantine import Quarantine
 from kvconnect.connector.runtime.rank import RankOrders
 from kvconnect.connector.runtime.reporting import RequestRecord
 from kvconnect.connector.runtime.transfers import (
@@ -58,14 +58,14 @@ class TransferLedger:
         self.loads = Transfers(Direction.LOAD)
         self.saves = Transfers(Direction.SAVE)
         pool_blocks = kv.get_max_resource_count()
-        self.quarantine = Quarantine(kv, int(pool_blocks * config.max_quarantined_fraction))
+        self._ranks = ranks = frozenset(range(num_ranks))
+        self.quarantine = Quarantine(kv, ranks, int(pool_blocks * config.max_quarantined_fraction))
         self._max_saving = int(pool_blocks * config.max_loading_fraction)
         self._kv = kv
         self._orders = orders
         self._records = records
         self._config = config
         self._worker_name = worker_name
-        self._ranks = frozenset(range(num_ranks))
         self._tokens_per_block = tokens_per_block
         self._divisible = divisible
 
@@ -380,17 +380,11 @@ class TransferLedger:
             self._hold(save, self._kv.pin(record.request), self._num_held(record.request))
         outcome.saved.append(save.request_id)
 
-    def _hold(self, transfer: Transfer, handle: PinnedBlocks, num_blocks: int) -> None:
+    def _hold(self, transfer: Transfer, blocks: PinnedBlocks, num_blocks: int) -> None:
         is_load = transfer.direction is Direction.LOAD
         timeout_s = self._config.load_timeout_s if is_load else self._config.save_timeout_s
-        now = time.monotonic()
-        blocks = Quarantined(
-            handle,
-            num_blocks,
-            pending_ranks=set(self._ranks - transfer.done_ranks),
-            grace_until=now + max(timeout_s, _GRACE_S),
-        )
-        self.quarantine.hold(transfer.direction, transfer.request_id, blocks)
+        until = time.monotonic() + max(timeout_s, _GRACE_S)
+        self.quarantine.hold(transfer, blocks, num_blocks=num_blocks, grace_until=until)
 
     def _num_held(self, request: LlmRequest) -> int:
         ids = self._kv.get_batch_cache_indices([request])[request.request_id]

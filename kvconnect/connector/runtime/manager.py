@@ -366,7 +366,8 @@ class KvCacheConnectorManager:
     def _settle(self, reports: list[Report], outcome: StepOutcome, *, is_first: bool) -> None:
         """Adds `reports` to `outcome`; `is_first` is true for the first reports of the step."""
         # Deadlines are checked only after every worker has reported ended transfers.
-        now = -math.inf if self._rank.has_begun else time.monotonic()
+        goes_on = self._rank.has_begun
+        now = -math.inf if goes_on else time.monotonic()
         with self._rank.telling:
             self._ledger.check(reports)
             self._errors.enter(reports)
@@ -377,7 +378,7 @@ class KvCacheConnectorManager:
             self._ledger.settle(reports, self._load_failed, outcome, now)
         for request_id in outcome.saved:
             self._records.pop(request_id, None)
-        if not self._rank.has_begun:
+        if not goes_on:
             has_news = bool(outcome.failed) or any(
                 one.saved or one.loaded or one.failures for one in reports
             )

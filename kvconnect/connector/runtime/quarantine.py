@@ -3,29 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
 
 from kvconnect.cache.resource_manager import BaseKVCacheManager, PinnedBlocks
 from kvconnect.connector.data import Direction
+from kvconnect.connector.runtime.transfers import Transfer
 
 _REMEMBERED = 1024
-
-
-@dataclass(slots=True)
-class Quarantined:
-    """The blocks of one transfer.
-
-    Attributes:
-        handle: holds the blocks.
-        num_blocks: the number of blocks in group 0.
-        pending_ranks: the ranks whose workers may still access the blocks.
-        grace_until: the monotonic time at which requests stop waiting for the blocks.
-    """
-
-    handle: PinnedBlocks
-    num_blocks: int
-    pending_ranks: set[int]
-    grace_until: float
 
 
 class Quarantine:
@@ -37,13 +20,15 @@ class Quarantine:
 
     Args:
         kv: the cache manager of the blocks.
+        ranks: the ranks whose workers have to return an id before its blocks are freed.
         max_blocks: no new load starts while more blocks are held.
     """
 
-    def __init__(self, kv: BaseKVCacheManager, max_blocks: int) -> None:
+    def __init__(self, kv: BaseKVCacheManager, ranks: frozenset[int], max_blocks: int) -> None:
         self._kv = kv
+        self._ranks = ranks
         self._max_blocks = max_blocks
-        self._held: dict[tuple[Direction, int], Quarantined] = {}
+        self._held: dict[tuple[Direction, int], Transfer] = {}
         self._ended: OrderedDict[tuple[Direction, int], None] = OrderedDict()
         self.num_blocks = 0
 
@@ -76,19 +61,28 @@ class Quarantine:
         """Returns whether so many blocks are held that no new load may start."""
         return self.num_blocks > self._max_blocks
 
-    def hold(self, direction: Direction, request_id: int, blocks: Quarantined) -> None:
-        """Holds `blocks` until `returned` has been called for every pending rank."""
-        self._held[direction, request_id] = blocks
-        self.num_blocks += blocks.num_blocks
+    def hold(
+        self, transfer: Transfer, blocks: PinnedBlocks, *, num_blocks: int, grace_until: float
+    ) -> None:
+        """Holds the `blocks` of `transfer`, which has ended, until every rank is done with them.
+
+        Args:
+            transfer: the transfer; `returned` adds to its `done_ranks`.
+            blocks: its blocks.
+            num_blocks: the number of blocks in group 0.
+            grace_until: the monotonic time at which requests stop waiting for the blocks.
+        """
+        transfer.blocks, transfer.num_blocks = blocks, num_blocks
+        transfer.grace_until = grace_until
+        self._held[transfer.direction, transfer.request_id] = transfer
+        self.num_blocks += num_blocks
 
     def returned(self, direction: Direction, request_id: int, rank: int) -> None:
-        """Records that a rank's worker is done with the blocks; the last one frees them."""
-        held = self._held.get((direction, request_id))
-        if held is None:
-            return
-        held.pending_ranks.discard(rank)
-        if not held.pending_ranks:
-            self._let_go((direction, request_id), held)
+        """Records that a rank's worker is done with blocks that are held; the last frees them."""
+        held = self._held[direction, request_id]
+        held.done_ranks.add(rank)
+        if held.done_ranks >= self._ranks:
+            self._release(held)
             self.note_ended(direction, request_id)
 
     def note_ended(self, direction: Direction, request_id: int) -> None:
@@ -103,10 +97,11 @@ class Quarantine:
 
     def release_all(self) -> None:
         """Frees all blocks: the workers were shut down."""
-        for key, held in list(self._held.items()):
-            self._let_go(key, held)
+        for held in list(self._held.values()):
+            self._release(held)
 
-    def _let_go(self, key: tuple[Direction, int], held: Quarantined) -> None:
-        del self._held[key]
+    def _release(self, held: Transfer) -> None:
+        del self._held[held.direction, held.request_id]
         self.num_blocks -= held.num_blocks
-        self._kv.unpin(held.handle)
+        if held.blocks is not None:
+            self._kv.unpin(held.blocks)

@@ -12,7 +12,6 @@ from kvconnect.connector.ranks.communicator import (
     Communicator,
     Instructions,
     Report,
-    RequestError,
     RequestOrder,
     ResetRequest,
     agreed,
@@ -134,13 +133,19 @@ class RankDriver:
 
     def wait_for_layer_load(self, layer_idx: int) -> None:
         """Makes the loaded part of the layer readable for work that is enqueued next."""
-        with self.telling:
+        try:  # not `telling`: this is called for each layer
             self._worker.wait_for_layer_load(layer_idx, self._stream)
+        except BaseException as error:
+            self._communicator.fail(error)
+            raise
 
     def save_kv_layer(self, layer_idx: int) -> None:
         """Makes the worker save the layer, whose work has been enqueued."""
-        with self.telling:
+        try:
             self._worker.save_kv_layer(layer_idx, self._stream)
+        except BaseException as error:
+            self._communicator.fail(error)
+            raise
 
     def end_forward(self) -> None:
         """Ends a forward pass, before its tokens are sampled."""
@@ -158,17 +163,17 @@ class RankDriver:
         Raises:
             ConnectorContractError: as `end`.
         """
-        step, self._has_told = self._step(), True
+        step, report = self._step(), None
         with self.telling:
             if has_loads:
-                report = self._report_failures(step, with_meta=True)
+                report = self._report(step)
             else:
                 failures = checked_failures(self._worker, self._worker.get_failed())
                 meta = self._worker.build_worker_meta()
-                if not failures and meta is None:
-                    return []
-                report = Report(step.step, failures=tuple(failures), worker_meta=meta)
-        return agreed(self._communicator, report)
+                if failures or meta is not None:
+                    report = Report(step.step, failures=tuple(failures), worker_meta=meta)
+        self._has_told = True
+        return [] if report is None else agreed(self._communicator, report)
 
     def end(self, ended: Sequence[int] = ()) -> list[Report]:
         """Ends the step, and returns every rank's report.
@@ -182,7 +187,9 @@ class RankDriver:
             RankDivergence: a rank is in another step.
         """
         with self.telling:
-            report = self._report(self._step(), ended)
+            step = self._step()
+            finished = self._worker.get_finished([*step.saving, *ended], list(step.loading))
+            report = self._report(step, *checked_finished(self._worker, finished))
             self._worker.clear_connector_meta()
         reports = agreed(self._communicator, report)
         self._begun, self._has_told = None, False
@@ -196,18 +203,8 @@ class RankDriver:
             raise UsageError("no step has begun")
         return self._begun
 
-    def _report(self, step: Instructions, ended: Sequence[int]) -> Report:
-        finished = self._worker.get_finished([*step.saving, *ended], list(step.loading))
-        saved, loaded = checked_finished(self._worker, finished)
-        return self._report_failures(step, saved, loaded, with_meta=not self._has_told)
-
-    def _report_failures(
-        self,
-        step: Instructions,
-        saved: Sequence[int] = (),
-        loaded: Sequence[int] = (),
-        *,
-        with_meta: bool,
+    def _report(
+        self, step: Instructions, saved: Sequence[int] = (), loaded: Sequence[int] = ()
     ) -> Report:
         failures = checked_failures(self._worker, self._worker.get_failed())
         errors, self._request_errors = self._request_errors, {}
@@ -223,8 +220,8 @@ class RankDriver:
             load_times=tuple(
                 (one, tuple(times)) for one, times in self._worker.get_load_times().items()
             ),
-            worker_meta=self._worker.build_worker_meta() if with_meta else None,
-            request_errors=tuple(RequestError(*one) for one in errors.items()),
+            worker_meta=None if self._has_told else self._worker.build_worker_meta(),
+            request_errors=tuple(errors.items()),
         )
 
 

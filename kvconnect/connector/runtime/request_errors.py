@@ -43,11 +43,11 @@ class RequestErrors:
     def enter(self, reports: Sequence[Report]) -> None:
         """Keeps the errors in `reports`, by rank, as `ConnectorContractError` with the rank."""
         for rank, report in enumerate(reports):
-            for one in report.request_errors:
-                text = f"rank {rank}: {one.text}"
+            for request_id, error in report.request_errors:
+                text = f"rank {rank}: {error}"
                 # Its request may have ended meanwhile, and then no caller gets the error.
-                _log.warning("request %d: %s", one.request_id, text)
-                self._keep(one.request_id, ConnectorContractError(text))
+                _log.warning("request %d: %s", request_id, text)
+                self._keep(request_id, ConnectorContractError(text))
 
     def _keep(self, request_id: int, error: Exception) -> None:
         count("connector.request_error")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
+from kvconnect.cache.resource_manager import PinnedBlocks
 from kvconnect.connector.data import Direction, TransferFailure
 from kvconnect.connector.runtime.reporting import RequestRecord
 from kvconnect.explain.outcome import Outcome
@@ -41,6 +42,7 @@ class Transfer:
         failed_ranks: ranks that reported failure.
         reason: the first reported reason, for the log.
         loss: the outcome of the tokens that a failed load did not fill, as the first rank reported.
+        blocks, num_blocks, grace_until: set by `Quarantine.hold`.
     """
 
     request_id: int
@@ -56,6 +58,9 @@ class Transfer:
     progress: dict[int, int] | None = None
     heads: dict[int, int] = field(default_factory=dict)
     state: TransferState = TransferState.ACTIVE
+    blocks: PinnedBlocks | None = None
+    num_blocks: int = 0
+    grace_until: float = 0.0
 
     @property
     def is_async(self) -> bool:

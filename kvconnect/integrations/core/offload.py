@@ -7,8 +7,8 @@ from contextlib import suppress
 from typing import Any, ClassVar
 
 from kvconnect.connector.data import LlmArgs, RequestData
+from kvconnect.connector.io.io_loop import Reply
 from kvconnect.connector.io.orders import SaveOrder
-from kvconnect.connector.io.reply import Reply
 from kvconnect.connector.pair.scheduler import OffloadScheduler
 from kvconnect.request import LlmRequest
 

@@ -21,7 +21,7 @@ class ChunkLoads:
     Args:
         access: to the store, of the host memory.
         names: returns the present names of chunks in the store.
-        done: called on the store's loop with a job's number and the chunks of it that are loaded.
+        done: called on a thread of the store with a job's number and its chunks that are loaded.
         timeout_s: deadline of a load.
     """
 
