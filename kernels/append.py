@@ -15,7 +15,7 @@ from kvconnect.kernels.blocks.block_ids import (
 )
 from kvconnect.kernels.blocks.paged import PagedKv
 from kvconnect.kernels.blocks.work import AppendWork
-from kvconnect.kernels.fallback import tried
+from kvconnect.kernels.cuda.device import tried
 from kvconnect.kernels.host import reference
 from kvconnect.kernels.host.tokens import append
 from kvconnect.kernels.library import register

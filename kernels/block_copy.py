@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
@@ -14,7 +15,6 @@ from kvconnect.kernels.blocks.paged import PagedKv
 from kvconnect.kernels.blocks.transfer import DONE, Transfer
 from kvconnect.kernels.blocks.work import BlockCopy, End
 from kvconnect.kernels.cuda import device
-from kvconnect.kernels.fallback import note_missing, run_plainly
 from kvconnect.kernels.host import reference
 from kvconnect.kernels.host.copy import copy_moves
 
@@ -79,15 +79,15 @@ def move_blocks(
         return DONE
     if where.type != "cuda":
         where = other
-    if path != "torch":
-        try:
-            copy = _block_copy(moves, stable_source=stable_source)
-            return device.device_work(where).copy(copy, stream, path)
-        except device.NoDevice as error:
-            if path != "auto":
-                raise
-            note_missing(error)
-    return run_plainly(lambda: _move_plainly(moves), where, stream, moves)
+    if path == "torch":
+        return _move_plainly(moves, where, stream)
+
+    def submit(work: device.DeviceWork) -> Transfer:
+        return work.copy(_block_copy(moves, stable_source=stable_source), stream, path)
+
+    if path != "auto":
+        return submit(device.device_work(where))
+    return device.tried(where, submit) or _move_plainly(moves, where, stream)
 
 
 def _block_copy(moves: Moves, *, stable_source: bool) -> BlockCopy:
@@ -112,7 +112,17 @@ def _end(blocks: Blocks, ids: Ids | Tensor) -> End:
     return End(blocks.data_ptr(), ids, len(blocks), blocks.device, pinned)
 
 
-def _move_plainly(moves: Moves) -> None:
+def _move_plainly(moves: Moves, where: torch.device, stream: Any) -> Transfer:
+    if where.type != "cuda":
+        _move_by_torch(moves)
+        return DONE
+    with nullcontext() if stream is None else torch.cuda.stream(stream):
+        _move_by_torch(moves)
+        event = torch.cuda.current_stream(where).record_event()
+    return Transfer(event, moves)
+
+
+def _move_by_torch(moves: Moves) -> None:
     source, target, layers = moves.source, moves.target, moves.layers
     source_ids, target_ids = moves.source_ids.tolist(), moves.target_ids.tolist()
     if isinstance(source, PagedKv) and isinstance(target, PagedKv):

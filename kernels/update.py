@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from kvconnect.kernels.append import reshape_and_cache
 from kvconnect.kernels.blocks.block_ids import check_integers
 from kvconnect.kernels.blocks.extents import overlap, shares_elements
 from kvconnect.kernels.blocks.work import UpdateWork
-from kvconnect.kernels.fallback import tried
+from kvconnect.kernels.cuda.device import tried
 from kvconnect.kernels.host import reference, tokens
 from kvconnect.kernels.library import register
 
@@ -39,7 +39,7 @@ class KVCacheMode(Enum):
     kLINEAR = LINEAR  # noqa: N815
 
 
-_Kind = TypeVar("_Kind", AttentionIOForm, KVCacheMode)
+_Kind = TypeVar("_Kind", bound=Enum)
 
 
 def _names(kind: type[_Kind]) -> dict[str, _Kind]:
@@ -50,36 +50,19 @@ _FORMS = _names(AttentionIOForm)
 _MODES = _names(KVCacheMode)
 
 
-def _update_form_of(given: object) -> AttentionIOForm:
-    """Returns the form that `given` names.
-
-    Args:
-        given: an `AttentionIOForm`, a member of TensorRT's enum, or the name of a form:
-            ``"padded_bhnd"``, ``"PADDED_BHND"``, ``"kPADDED_BHND"``.
+def _named(members: dict[str, _Kind], field: str, given: object) -> _Kind:
+    """Returns the one of `members` that `given` names: a member of theirs or of TensorRT's enum.
 
     Raises:
-        ConfigurationError: there is no such form; the message names the nearest.
+        ConfigurationError: there is none for argument `field`; the message names the nearest.
     """
-    return _FORMS.get(_name(given)) or _unknown("update_form", given, AttentionIOForm)
-
-
-def _cache_mode_of(given: object) -> KVCacheMode:
-    """Returns the mode that `given` names, as `_update_form_of` does.
-
-    Raises:
-        ConfigurationError: there is no such mode; the message names the nearest.
-    """
-    return _MODES.get(_name(given)) or _unknown("cache_mode", given, KVCacheMode)
-
-
-def _name(given: object) -> str:
     # Members of the enums in TensorRT's binding have names, of whatever class they are.
-    return given if isinstance(given, str) else str(getattr(given, "name", given))
-
-
-def _unknown(field: str, given: object, kind: type[Enum]) -> NoReturn:
-    hint = nearest(_name(given), [one.value for one in kind])
-    raise ConfigurationError(f"{field}={given!r}: {hint}")
+    name = given if isinstance(given, str) else str(getattr(given, "name", given))
+    found = members.get(name)
+    if found is None:
+        hint = nearest(name, list(dict.fromkeys(one.value for one in members.values())))
+        raise ConfigurationError(f"{field}={given!r}: {hint}")
+    return found
 
 
 def kv_cache_update(
@@ -121,8 +104,8 @@ def kv_cache_update(
             the device's error word.)
         RuntimeError: devices differ. Nothing was written.
     """
-    _cache_mode_of(cache_mode)
-    form = _update_form_of(update_form)
+    _named(_MODES, "cache_mode", cache_mode)
+    form = _named(_FORMS, "update_form", update_form)
     packed = form is AttentionIOForm.PACKED_NHD
     if packed != (update_lengths is not None):
         raise ConfigurationError(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ipaddress
 
-__all__ = ["host_and_port", "is_http_url", "is_loopback"]
-
 
 def host_and_port(address: str) -> tuple[str, int]:
     """Splits ``host:port``, or ``[host]:port``.

@@ -13,8 +13,6 @@ from kvconnect.quantities import LONGEST_S, parse_duration
 from kvconnect.retention import KvCacheRetentionConfig, Priority, TokenRangeRetentionConfig
 from kvconnect.settings import Settings
 
-__all__ = ["CacheOptions"]
-
 
 def _seconds(given: Any) -> Any:
     if isinstance(given, timedelta):

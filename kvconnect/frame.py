@@ -21,24 +21,6 @@ from kvconnect.keys import FORMAT_VERSION, BlockKey
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "ALIGNMENT",
-    "CHECKSUM_AT",
-    "CODEC_DATA_NBYTES",
-    "HEADER_NBYTES",
-    "FrameChecksum",
-    "FrameHeader",
-    "address",
-    "check",
-    "check_header",
-    "fields",
-    "frame_nbytes",
-    "is_encoded",
-    "payload",
-    "seal",
-    "whole",
-]
-
 HEADER_NBYTES = 128
 ALIGNMENT = 4096
 _MAGIC = b"KVCFRAME"

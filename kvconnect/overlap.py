@@ -15,19 +15,6 @@ from typing import NamedTuple
 
 from kvconnect.pace import LoadPace, RunningLoad, StepPace
 
-__all__ = [
-    "Chunk",
-    "Decision",
-    "FirstToken",
-    "LoadingPrompt",
-    "load_is_faster",
-    "meeting",
-    "next_chunk",
-    "next_chunk_behind",
-    "predict_alone",
-    "should_start",
-]
-
 _SILENT_S = 0.04
 """The silence at the start of an unmeasured load after which an unmeasured model computes a block.
 

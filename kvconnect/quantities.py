@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from kvconnect.errors import ConfigurationError
 from kvconnect.redaction import text_without_passwords
 
-__all__ = ["LONGEST_S", "format_size", "parse_duration", "parse_size"]
-
 _BINARY = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40, "p": 1 << 50}
 _SIZE_UNITS = {
     "b": 1,

@@ -12,18 +12,6 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise, takewhile
 from urllib.parse import unquote, unquote_plus
 
-__all__ = [
-    "HIDDEN",
-    "as_cause",
-    "is_hosts",
-    "shown_fields",
-    "shown_host",
-    "shown_url",
-    "text_without_passwords",
-    "with_marked_commas",
-    "without_passwords",
-]
-
 HIDDEN = "***"
 
 _HARMLESS = frozenset(

@@ -13,14 +13,6 @@ from pydantic import BeforeValidator, Field, model_validator
 from kvconnect.backend import DEFAULT_RETENTION_PRIORITY
 from kvconnect.settings import Settings
 
-__all__ = [
-    "DurationMs",
-    "KvCacheRetentionConfig",
-    "Priority",
-    "TokenRangeRetentionConfig",
-    "warn_of",
-]
-
 Priority = Annotated[int, Field(ge=0, le=100, strict=True)]
 """The retention priority of a block, 0 (evicted first) to 100."""
 

@@ -8,8 +8,6 @@ from pydantic import BeforeValidator, Field, StrictBool, field_validator, model_
 
 from kvconnect.settings import Settings
 
-__all__ = ["Integer", "Real", "SamplingParams"]
-
 
 def _number(given: object) -> object:
     # Pydantic would take `True` for 1, and "1" as well.

@@ -14,8 +14,6 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from kvconnect.errors import ConfigurationError, nearest
 from kvconnect.text import shown
 
-__all__ = ["Settings"]
-
 
 class Settings(BaseModel):
     """A set of immutable settings that refuses unknown fields.

@@ -15,15 +15,6 @@ from kvconnect.errors import ConfigurationError
 from kvconnect.keys import BlockKey, Shard, store_key
 from kvconnect.layout import KvCacheLayout
 
-__all__ = [
-    "HeadSlice",
-    "RankShard",
-    "StoredHeads",
-    "dividing_rank",
-    "stored_heads",
-    "whole_layouts",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class HeadSlice:

@@ -7,8 +7,6 @@ from urllib.parse import unquote
 from kvconnect.errors import ConfigurationError
 from kvconnect.redaction import text_without_passwords
 
-__all__ = ["check_text", "printable", "shown"]
-
 _LONGEST = 80
 _LOOKED_AT = 4096
 

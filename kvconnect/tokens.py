@@ -12,8 +12,6 @@ import numpy.typing as npt
 
 from kvconnect.errors import ConfigurationError
 
-__all__ = ["LateTokens", "TokenArray", "TokenBuffer", "Tokens", "as_token_array", "common_length"]
-
 TokenArray: TypeAlias = npt.NDArray[np.int32]
 Tokens: TypeAlias = Sequence[int] | npt.NDArray[np.integer]
 

@@ -14,11 +14,8 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Self, TypeAlias
-
-from kvconnect.histograms import BOUNDS
-from kvconnect.timeline import Timeline
+from types import MappingProxyType, TracebackType
+from typing import NamedTuple, Self, TypeAlias
 
 __all__ = [
     "Event",
@@ -34,6 +31,83 @@ __all__ = [
 ]
 
 logger = logging.getLogger("kvconnect")
+
+TIMES = (
+    *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
+    *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
+)
+"""The upper bounds of the buckets of times, in seconds."""
+
+SIZES = tuple(float(4096 << 2 * step) for step in range(10))
+"""The upper bounds of the buckets of sizes, in bytes: 4 KiB, 16 KiB, … 1 GiB."""
+
+_CALLS = ("lookup", "load", "save", "delete", "children", "open", "close")
+
+BOUNDS: Mapping[str, Mapping[str, tuple[float, ...]]] = MappingProxyType(
+    {
+        "server.first_token": {"seconds": TIMES},
+        "server.between_tokens": {"seconds": TIMES},
+        **{f"store.{call}": {"seconds": TIMES} for call in _CALLS},
+        **{f"store.{call}": {"seconds": TIMES, "bytes": SIZES} for call in ("load", "save")},
+    }
+)
+"""The upper bounds of the buckets, by event and by name of the value."""
+
+
+TRACE_HEADERS = ("traceparent", "tracestate")
+"""The headers of W3C's Trace Context: which trace a request belongs to."""
+
+_MOST_PHASES = 64
+
+
+def trace_headers(headers: Mapping[str, str]) -> dict[str, str]:
+    """Returns those of `headers` that name a trace, by their names in lower case."""
+    return {name: headers[name] for name in TRACE_HEADERS if name in headers}
+
+
+class Phase(NamedTuple):
+    """A phase of a request, in nanoseconds since the epoch."""
+
+    name: str
+    start_ns: int
+    end_ns: int
+
+
+class Timeline:
+    """The phases of one request, from its arrival to when its blocks are released.
+
+    Attributes:
+        headers: `TRACE_HEADERS` of the caller; may be empty.
+        started_ns: when the request was made; nanoseconds since the epoch, as all times here.
+        ended_ns: when its answer was complete; 0: it is not yet.
+        phases: in order, the running one left out. A request that is preempted again and again has
+            the first 64 only.
+        reason: why it ended: ``length``, ``stop``, ``abort``, or ``error``.
+    """
+
+    __slots__ = ("_phase", "_since_ns", "ended_ns", "headers", "phases", "reason", "started_ns")
+
+    def __init__(self, headers: Mapping[str, str]) -> None:
+        self.headers = headers
+        self.started_ns = self._since_ns = time.time_ns()
+        self.ended_ns = 0
+        self.phases: list[Phase] = []
+        self.reason = ""
+        self._phase: str | None = None
+
+    def enter(self, phase: str | None) -> None:
+        """Ends the running phase, and begins `phase`; ``None``: none follows."""
+        if phase == self._phase:
+            return
+        now = time.time_ns()
+        if self._phase is not None and len(self.phases) < _MOST_PHASES:
+            self.phases.append(Phase(self._phase, self._since_ns, now))
+        self._phase, self._since_ns = phase, now
+
+    def end(self, reason: str) -> None:
+        """Notes that the answer is complete; later calls have no effect."""
+        if not self.ended_ns:
+            self.ended_ns, self.reason = time.time_ns(), reason
 
 
 Labels: TypeAlias = tuple[tuple[str, str], ...]
@@ -74,7 +148,7 @@ class Metrics:
     """The counters of this process, and the hooks that are called with every event. Thread-safe.
 
     Counters are named ``event``, ``event.errors``, ``event.seconds`` and ``event.<value>``. Those
-    in `kvconnect.histograms.BOUNDS` have a histogram of the single numbers beside their sum.
+    in `BOUNDS` have a histogram of the single numbers beside their sum.
 
     Attributes:
         engine: the engine of this process, for readers of several: ``kvconnect``, or the engine

@@ -6,10 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvconnect.request import LlmRequest, RequestState
-from kvconnect.timeline import Timeline
-from kvconnect.trace import Event, metrics
-
-__all__ = ["TracedRequest"]
+from kvconnect.trace import Event, Timeline, metrics
 
 _PHASES = {
     RequestState.QUEUED: "queue",

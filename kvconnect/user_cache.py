@@ -8,8 +8,6 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-__all__ = ["cache_directory", "is_private", "replace_file"]
-
 
 def cache_directory() -> Path:
     """Returns ``kvconnect`` in the user's cache directory: ``XDG_CACHE_HOME``, or ``~/.cache``.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
@@ -17,42 +16,37 @@ KvLayer: TypeAlias = Tensor | tuple[Tensor, Tensor]
 """One layer's cache: keys and values in one tensor, or one tensor of each."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Planes:
-    """The planes of a cache, layer by layer, keys before values. Only their last axes may differ.
+Planes: TypeAlias = tuple[tuple[Tensor, ...], int]
+"""The planes of a cache, layer by layer, keys before values, and how many a layer has: 2, or 1.
 
-    Attributes:
-        views: ``[num_blocks, T, heads, dim]`` or, HND, ``[num_blocks, heads, T, dim]``.
-        per_layer: the planes of a layer: 2, or 1 if there are no values.
+Planes are ``[num_blocks, T, heads, dim]`` or, HND, ``[num_blocks, heads, T, dim]``. Only their last
+axes may differ. A layer without values has one.
+"""
+
+
+def checked_planes(views: Sequence[Tensor], per_layer: int, name: str) -> Planes:
+    """Returns the planes that consist of `views`, after checks.
+
+    Raises:
+        TypeError: dtypes differ.
+        ValueError: there are none, shapes differ, an axis but the first has length 0, a last axis
+            is not contiguous, or strides make elements share memory.
+        RuntimeError: views are on different devices.
     """
-
-    views: tuple[Tensor, ...]
-    per_layer: int
-
-    @staticmethod
-    def checked(views: Sequence[Tensor], per_layer: int, name: str) -> Planes:
-        """Returns the planes that consist of `views`, after checks.
-
-        Raises:
-            TypeError: dtypes differ.
-            ValueError: there are none, shapes differ, an axis but the first has length 0, a last
-                axis is not contiguous, or strides make elements share memory.
-            RuntimeError: views are on different devices.
-        """
-        if not views:
-            raise ConfigurationError(f"{name}: no layers; at least one is needed")
-        for number, view in enumerate(views):
-            first = views[number % per_layer]
-            if view.dtype != views[0].dtype:
-                raise TypeError(f"{name}: both {views[0].dtype} and {view.dtype}")
-            if view.device != views[0].device:
-                raise RuntimeError(f"{name}: on {views[0].device} and on {view.device}")
-            if view.shape != first.shape or view.shape[:3] != views[0].shape[:3]:
-                raise ConfigurationError(
-                    f"{name}: shapes differ, {tuple(first.shape)} and {tuple(view.shape)}"
-                )
-            _check_strides(name, view)
-        return Planes(tuple(_with_unit_rows(view) for view in views), per_layer)
+    if not views:
+        raise ConfigurationError(f"{name}: no layers; at least one is needed")
+    for number, view in enumerate(views):
+        first = views[number % per_layer]
+        if view.dtype != views[0].dtype:
+            raise TypeError(f"{name}: both {views[0].dtype} and {view.dtype}")
+        if view.device != views[0].device:
+            raise RuntimeError(f"{name}: on {views[0].device} and on {view.device}")
+        if view.shape != first.shape or view.shape[:3] != views[0].shape[:3]:
+            raise ConfigurationError(
+                f"{name}: shapes differ, {tuple(first.shape)} and {tuple(view.shape)}"
+            )
+        _check_strides(name, view)
+    return tuple(_with_unit_rows(view) for view in views), per_layer
 
 
 def check_layout(name: str, layout: str) -> None:
@@ -68,7 +62,7 @@ def pool_planes(pool: Tensor, layout: KvCacheLayout | None) -> Planes:
         pool = _unfolded(pool, layout)
     if pool.ndim == 6 and pool.shape[2] == 2:
         views = [plane for layer in pool.unbind(1) for plane in layer.unbind(1)]
-        return Planes.checked(views, 2, "pool")
+        return checked_planes(views, 2, "pool")
     if layout is None or pool.ndim != 4:
         raise ConfigurationError(
             f"pool: {tuple(pool.shape)} must be [num_blocks, num_layers, 2, T, heads, head_dim], "
@@ -81,7 +75,7 @@ def pool_planes(pool: Tensor, layout: KvCacheLayout | None) -> Planes:
         views.append(torch.unflatten(plane[:, :keys], 1, (size, heads, layout.key_dim)))
         if layout.value_dim:
             views.append(torch.unflatten(plane[:, keys:], 1, (size, heads, layout.value_dim)))
-    return Planes.checked(views, 2 if layout.value_dim else 1, "pool")
+    return checked_planes(views, 2 if layout.value_dim else 1, "pool")
 
 
 def _unfolded(pool: Tensor, layout: KvCacheLayout) -> Tensor:
@@ -112,7 +106,7 @@ def layer_planes(layers: Sequence[KvLayer], layout: str) -> Planes:
     counts = {len(planes) for planes in found}
     if len(counts) > 1:
         raise ConfigurationError("layers: some have values and some have not; all must be alike")
-    return Planes.checked([view for planes in found for view in planes], counts.pop(), "layers")
+    return checked_planes([view for planes in found for view in planes], counts.pop(), "layers")
 
 
 def _layer(name: str, layer: KvLayer, layout: str) -> tuple[Tensor, ...]:

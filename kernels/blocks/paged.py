@@ -12,13 +12,17 @@ import torch
 from torch import Tensor
 
 from kvconnect.kernels.blocks.extents import extent
-from kvconnect.kernels.blocks.layers import KvLayer, Planes, check_layout, layer_planes, pool_planes
+from kvconnect.kernels.blocks.layers import (
+    KvLayer,
+    Planes,
+    check_layout,
+    checked_planes,
+    layer_planes,
+    pool_planes,
+)
 from kvconnect.kernels.blocks.runs import RunTable
 from kvconnect.kernels.blocks.strips import PlaneBytes
-from kvconnect.kernels.blocks.transfer import CopyEvent, Transfer
 from kvconnect.layout import KvCacheLayout
-
-__all__ = ["CopyEvent", "KvLayer", "PagedKv", "Transfer", "bound"]
 
 
 class PagedKv:
@@ -71,8 +75,8 @@ class PagedKv:
     )
 
     def __init__(self, planes: Planes, layout: str) -> None:
-        self.views = tuple(view.detach() for view in planes.views)
-        self.per_layer = planes.per_layer
+        views, self.per_layer = planes
+        self.views = tuple(view.detach() for view in views)
         self.layout = layout
         first = self.views[0]
         self.num_layers = len(self.views) // self.per_layer
@@ -142,7 +146,7 @@ class PagedKv:
         check_layout("layout", layout)
         if not views or len(views) % per_layer:
             raise ValueError(f"views: {len(views)}; a multiple of {per_layer} is needed")
-        return PagedKv(Planes.checked(views, per_layer, "views"), layout)
+        return PagedKv(checked_planes(views, per_layer, "views"), layout)
 
     @property
     def block_nbytes(self) -> int:

@@ -22,15 +22,7 @@ from kvconnect.kernels.cuda.driver.streams import device_index
 from kvconnect.kernels.cuda.launch.launcher import Grid, Launcher
 from kvconnect.kernels.cuda.launch.tokens import launch_append, launch_update
 from kvconnect.kernels.cuda.routes import Routes
-
-__all__ = [
-    "DeviceWork",
-    "NoDevice",
-    "device_work",
-    "driven_by",
-    "id_errors",
-    "wanted",
-]
+from kvconnect.trace import warn_once
 
 
 class DeviceWork:
@@ -186,6 +178,21 @@ def device_work(device: torch.device) -> DeviceWork:
             if found is None:
                 found = _devices[index] = DeviceWork(CudaDriver(index))
     return found
+
+
+def tried(where: torch.device, submit: Callable[[DeviceWork], Transfer]) -> Transfer | None:
+    """Calls `submit` with the work of device `where` and returns its result.
+
+    Returns ``None`` if the caller must use the host's code or plain torch: `where` is the host, or
+    has no driver or compiler. The latter is logged once.
+    """
+    if not wanted(where):
+        return None
+    try:
+        return submit(device_work(where))
+    except NoDevice as error:
+        warn_once("kernels.no_device", f"copies use plain torch, which is slow: {error}")
+        return None
 
 
 def id_errors(device: torch.device) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from kvconnect.digest.doubts import Doubt
-from kvconnect.histograms import SIZES, TIMES
 from kvconnect.overlap import Decision
 from kvconnect.prometheus.readers import (
     Names,
@@ -20,6 +19,7 @@ from kvconnect.prometheus.readers import (
     totals,
 )
 from kvconnect.prometheus.snapshot import Metric
+from kvconnect.trace import SIZES, TIMES
 
 _OPERATIONS = ("lookup", "load", "save", "delete", "children", "open", "close")
 _FAILURES = ("failure", "timeout", "refused", "bad_frame", "other_codec")

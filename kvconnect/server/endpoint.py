@@ -33,8 +33,7 @@ from kvconnect.server.settings import ServerSettings
 from kvconnect.server.threads import ServerThreads
 from kvconnect.server.trust import check_transfer
 from kvconnect.text import shown
-from kvconnect.timeline import trace_headers
-from kvconnect.trace import Event, metrics
+from kvconnect.trace import Event, metrics, trace_headers
 
 R = TypeVar("R", bound=ModelRequest)
 

@@ -200,6 +200,29 @@ class Subject(ABC):
         """Opens the bare backend; the context closes it at the end."""
         return open_while(self.bare(backend or self.make_backend()))
 
+    @asynccontextmanager
+    async def prepared(
+        self,
+        name: str,
+        count: int,
+        *,
+        slots: int | None = None,
+        backend: Backend | None = None,
+    ) -> AsyncIterator[tuple[Backend, BlockMaker, list[BlockKey]]]:
+        """Opens a bare backend, with a maker of blocks and `count` keys that only `name` uses.
+
+        Args:
+            name: the name of the check.
+            count: the number of keys.
+            slots: the blocks that the backend has to hold at most; ``None``: no limit.
+            backend: the backend, if it is not one of `make_backend` or `make_small`.
+        """
+        blocks = self.blocks(name)
+        if slots is not None:
+            backend = self.make_small(slots * blocks.frame_nbytes)
+        async with self.opened(backend) as store:
+            yield store, blocks, blocks.keys(count=count)
+
     def guarded(
         self, deadline_s: float = 10.0, backend: Backend | None = None
     ) -> AbstractAsyncContextManager[GuardedBackend]:

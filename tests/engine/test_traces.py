@@ -18,8 +18,7 @@ from kvconnect.connector.io.save import SaveQueue
 from kvconnect.errors import ConfigurationError
 from kvconnect.otel import trace_requests
 from kvconnect.request import RequestState
-from kvconnect.timeline import Timeline
-from kvconnect.trace import metrics
+from kvconnect.trace import Timeline, metrics
 
 PROMPT = [7, 201] * 35
 FOUR = SamplingParams(max_tokens=4, ignore_eos=True)

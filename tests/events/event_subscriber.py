@@ -5,8 +5,6 @@ from __future__ import annotations
 import msgspec
 import zmq
 
-__all__ = ["AllBlocksCleared", "BlockRemoved", "BlockStored", "KVEventBatch", "Subscriber"]
-
 
 class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
     """As vLLM declares it."""

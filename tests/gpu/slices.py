@@ -10,8 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["SLICES", "Need", "Step"]
-
 Need = Literal["cuda", "compute-sanitizer", "nixl", "nothing"]
 
 PYTEST = ("-m", "pytest", "-W", "default", "-q", "-p", "no:cacheprovider")
@@ -43,87 +41,57 @@ class Step:
     scaled: tuple[str, ...] | None = None
 
 
-def _sanitized(tool: str, *tests: str, limit_s: int) -> Step:
+def _tests(name: str, where: str, limit_s: int, marked: tuple[str, ...] = ON_DEVICE) -> Step:
+    return Step(name, (*PYTEST, *marked, where), limit_s)
+
+
+def _sanitized(tool: str, chosen: str, limit_s: int) -> Step:
     return Step(
         f"compute-sanitizer {tool}",
-        (*PYTEST, *ON_DEVICE, "tests/kernels/test_gpu.py", *tests),
+        (*PYTEST, *ON_DEVICE, "tests/kernels/test_gpu.py", "-k", chosen),
         limit_s,
         needs="compute-sanitizer",
         program=("compute-sanitizer", "--tool", tool, "--error-exitcode", "9"),
     )
 
 
+def _bench(name: str, limit_s: int, scaled: str | None) -> Step:
+    """The benchmark `name`; one without a smaller form needs a GPU."""
+    command = ("-m", "kvconnect", "bench", name, "--json")
+    return Step(
+        f"bench {name}",
+        command,
+        limit_s,
+        needs="nothing" if scaled else "cuda",
+        scaled=(*command, *scaled.split()) if scaled else None,
+    )
+
+
 SLICES: dict[int, tuple[Step, ...]] = {
     1: (
-        Step(
-            "device kernels",
-            (*PYTEST, *ON_DEVICE, "tests/kernels/test_gpu.py"),
-            limit_s=180,
-        ),
-        Step(
-            "copies between device and host tiers",
-            (*PYTEST, *ON_DEVICE, "tests/cache"),
-            limit_s=60,
-        ),
-        _sanitized("memcheck", "-k", "not large and not many", limit_s=120),
-        _sanitized("racecheck", "-k", "gather or append", limit_s=90),
-        _sanitized("initcheck", "-k", "gather", limit_s=60),
+        _tests("device kernels", "tests/kernels/test_gpu.py", 180),
+        _tests("copies between device and host tiers", "tests/cache", 60),
+        _sanitized("memcheck", "not large and not many", 120),
+        _sanitized("racecheck", "gather or append", 90),
+        _sanitized("initcheck", "gather", 60),
     ),
     2: (
-        Step(
-            "bench kernels",
-            ("-m", "kvconnect", "bench", "kernels", "--json"),
-            limit_s=150,
-            scaled=(
-                "-m",
-                "kvconnect",
-                "bench",
-                "kernels",
-                "--json",
-                "--total",
-                "32MiB",
-                "--repeats",
-                "3",
-            ),
-        ),
-        Step(
-            "engine against generate()", (*PYTEST, *BOTH, "tests/gpu/test_engine.py"), limit_s=150
-        ),
-        Step(
-            "bench restart",
-            ("-m", "kvconnect", "bench", "restart", "--json"),
-            limit_s=120,
-            scaled=(
-                *("-m", "kvconnect", "bench", "restart", "--json"),
-                *("--prompt-tokens", "512", "--repeats", "1", "--steps", "20"),
-            ),
-        ),
-        Step(
-            "bench engine",
-            ("-m", "kvconnect", "bench", "engine", "--json", "--repeats", "3"),
-            limit_s=90,
-            scaled=(
-                *("-m", "kvconnect", "bench", "engine", "--json", "--repeats", "1"),
-                *("--requests", "4", "--max-tokens", "8", "--prefill-tokens", "512"),
-            ),
-        ),
+        _bench("kernels", 150, "--total 32MiB --repeats 3"),
+        _tests("engine against generate()", "tests/gpu/test_engine.py", 150, BOTH),
+        _bench("restart", 120, "--prompt-tokens 512 --repeats 1 --steps 20"),
+        _bench("engine", 90, "--repeats 1 --requests 4 --max-tokens 8 --prefill-tokens 512"),
     ),
     3: (
-        Step(
+        _tests(
             "both transports from and into device memory",
-            (*PYTEST, *ON_DEVICE, "tests/transfer/test_device_memory.py"),
-            limit_s=120,
+            "tests/transfer/test_device_memory.py",
+            120,
         ),
-        Step("P and D on one device", (*PYTEST, *BOTH, "tests/gpu/test_transfer.py"), limit_s=180),
-        Step(
-            "bench transfer",
-            ("-m", "kvconnect", "bench", "transfer", "--json"),
-            limit_s=200,
-            needs="cuda",
-        ),
+        _tests("P and D on one device", "tests/gpu/test_transfer.py", 180, BOTH),
+        _bench("transfer", 200, None),
     ),
     4: (
-        Step("PromptCache", (*PYTEST, *BOTH, "tests/gpu/test_prompt_cache.py"), limit_s=240),
+        _tests("PromptCache", "tests/gpu/test_prompt_cache.py", 240, BOTH),
         Step(
             "the library on this Python and this torch",
             (*PYTEST, "-m", "not slow and not clients", "tests/cache", "tests/vocabulary", "-x"),

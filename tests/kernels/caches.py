@@ -21,9 +21,6 @@ DTYPES = [
     torch.float8_e4m3fn,
     torch.int8,
 ]
-EVEN_FORMS = ["pool", "flat", "stacked", "interleaved", "pairs"]
-UNEVEN_FORMS = ["flat", "pairs"]
-BARE_FORMS = ["flat", "latent"]  # without values
 HND_FORMS = {"stacked", "interleaved", "pairs", "latent"}
 GAPS = [(0, 0, 0), (8, 0, 0), (0, 16, 0), (0, 0, 3), (1, 2, 1), (0, 0, 0, 16), (0, 0, 0, 0, 1)]
 _MOST_NBYTES = 1 << 23
@@ -171,17 +168,17 @@ class Cache:
         return PagedKv.from_pool(pool, layout), planes
 
     def _stacked(self):
-        shape = self.shape
-        inner = self._inner(shape.key_dim)
-        layers = [self._strided(2, shape.blocks, *inner) for _ in range(shape.layers)]
-        planes = [layer[part] for layer in layers for part in (0, 1)]
-        return PagedKv.from_layers(layers, layout=shape.layout), planes
+        return self._whole_layers(2, self.shape.blocks)
 
     def _interleaved(self):
+        return self._whole_layers(self.shape.blocks, 2)
+
+    def _whole_layers(self, *outer):
         shape = self.shape
         inner = self._inner(shape.key_dim)
-        layers = [self._strided(shape.blocks, 2, *inner) for _ in range(shape.layers)]
-        planes = [layer[:, part] for layer in layers for part in (0, 1)]
+        layers = [self._strided(*outer, *inner) for _ in range(shape.layers)]
+        axis = 0 if shape.form == "stacked" else 1
+        planes = [layer.select(axis, part) for layer in layers for part in (0, 1)]
         return PagedKv.from_layers(layers, layout=shape.layout), planes
 
     def _pairs(self):
@@ -203,13 +200,21 @@ class Cache:
         return PagedKv.from_layers(layers, layout=shape.layout), planes
 
 
+def forms_of(key_dim, value_dim):
+    """The forms that a cache of rows of such dims can have."""
+    if not value_dim:
+        return ["flat", "latent"]
+    if value_dim != key_dim:
+        return ["flat", "pairs"]
+    return ["pool", "flat", "stacked", "interleaved", "pairs"]
+
+
 @st.composite
 def shapes(draw, dtypes=DTYPES, blocks=(1, 3, 6)):
     """A cache's shape."""
     key_dim = draw(st.sampled_from([1, 5, 8, 16, 80, 96]))
     value_dim = draw(st.sampled_from([key_dim, key_dim, 3, 32, 0]))
-    forms = BARE_FORMS if not value_dim else EVEN_FORMS if value_dim == key_dim else UNEVEN_FORMS
-    form = draw(st.sampled_from(forms))
+    form = draw(st.sampled_from(forms_of(key_dim, value_dim)))
     return Shape(
         form=form,
         layout=draw(st.sampled_from(["NHD", "HND"])) if form in HND_FORMS else "NHD",
@@ -228,13 +233,7 @@ def shapes(draw, dtypes=DTYPES, blocks=(1, 3, 6)):
 @st.composite
 def alike(draw, shape):
     """Another shape whose blocks can be copied from and to those of `shape`."""
-    forms = (
-        BARE_FORMS
-        if not shape.value_dim
-        else EVEN_FORMS
-        if shape.value_dim == shape.key_dim
-        else UNEVEN_FORMS
-    )
+    forms = forms_of(shape.key_dim, shape.value_dim)
     if shape.layout == "HND":
         forms = [form for form in forms if form in HND_FORMS]
     if shape.heads > 1:

@@ -41,69 +41,60 @@ def buffers(draw, cache, count, layers):
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_gather_writes_the_rows_of_the_blocks(path):
-    @settings(max_examples=60, deadline=None)
-    @given(st.data(), shapes(), st.sampled_from(AS))
-    def check(data, shape, form):
-        cache = shape.make(1)
-        numbers, layers = data.draw(ids(shape)), data.draw(layer_ranges(shape))
-        out, rows = data.draw(buffers(cache, len(numbers), layers))
-        expected, before = rows.clone(), cache.memory.clone()
-        for row, block in enumerate(numbers):
-            if block >= 0 and layers:
-                expected[row] = cache.row(block, layers)
-        done = gather_blocks(cache.kv, form(numbers), out, layers=layers, path=path)
-        assert done.done()
-        assert torch.equal(rows, expected)
-        assert torch.equal(cache.memory, before)
-
-    check()
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), shape=shapes(), form=st.sampled_from(AS))
+def test_gather_writes_the_rows_of_the_blocks(path, data, shape, form):
+    cache = shape.make(1)
+    numbers, layers = data.draw(ids(shape)), data.draw(layer_ranges(shape))
+    out, rows = data.draw(buffers(cache, len(numbers), layers))
+    expected, before = rows.clone(), cache.memory.clone()
+    for row, block in enumerate(numbers):
+        if block >= 0 and layers:
+            expected[row] = cache.row(block, layers)
+    done = gather_blocks(cache.kv, form(numbers), out, layers=layers, path=path)
+    assert done.done()
+    assert torch.equal(rows, expected)
+    assert torch.equal(cache.memory, before)
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_scatter_writes_the_blocks_of_the_rows(path):
-    @settings(max_examples=60, deadline=None)
-    @given(st.data(), shapes(), st.sampled_from(AS))
-    def check(data, shape, form):
-        cache = shape.make(1)
-        numbers, layers = data.draw(ids(shape, unique=True)), data.draw(layer_ranges(shape))
-        src, rows = data.draw(buffers(cache, len(numbers), layers))
-        rows.copy_(torch.randint(0, 256, rows.shape, dtype=torch.uint8))
-        expected = cache.clone()
-        for row, block in enumerate(numbers):
-            if block >= 0:
-                expected.put(block, rows[row], layers)
-        scatter_blocks(src, cache.kv, form(numbers), layers=layers, path=path)
-        assert torch.equal(cache.memory, expected.memory)
-
-    check()
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), shape=shapes(), form=st.sampled_from(AS))
+def test_scatter_writes_the_blocks_of_the_rows(path, data, shape, form):
+    cache = shape.make(1)
+    numbers, layers = data.draw(ids(shape, unique=True)), data.draw(layer_ranges(shape))
+    src, rows = data.draw(buffers(cache, len(numbers), layers))
+    rows.copy_(torch.randint(0, 256, rows.shape, dtype=torch.uint8))
+    expected = cache.clone()
+    for row, block in enumerate(numbers):
+        if block >= 0:
+            expected.put(block, rows[row], layers)
+    scatter_blocks(src, cache.kv, form(numbers), layers=layers, path=path)
+    assert torch.equal(cache.memory, expected.memory)
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_copy_goes_from_any_form_to_any_other(path):
-    @settings(max_examples=80, deadline=None)
-    @given(st.data(), shapes(), st.sampled_from(AS))
-    def check(data, shape, form):
-        source = shape.make(1)
-        target = data.draw(alike(shape)).make(2)
-        targets = data.draw(ids(target.shape, unique=True))
-        numbers = st.lists(
-            st.integers(-1, shape.blocks - 1), min_size=len(targets), max_size=len(targets)
-        )
-        pairs = list(zip(data.draw(numbers), targets, strict=True))
-        counts = data.draw(st.none() | token_counts(shape, len(pairs)))
-        layers = data.draw(layer_ranges(shape))
-        expected, before = target.clone(), source.memory.clone()
-        for index, (from_id, to_id) in enumerate(pairs):
-            if from_id >= 0 and to_id >= 0:
-                count = shape.tokens if counts is None else counts[index]
-                expected.put_tokens(to_id, source, from_id, count, layers)
-        mapping = form(pairs) if pairs else pairs
-        copy_blocks(source.kv, target.kv, mapping, counts, layers=layers, path=path)
-        assert torch.equal(target.memory, expected.memory)
-        assert torch.equal(source.memory, before)
-
-    check()
+@settings(max_examples=80, deadline=None)
+@given(data=st.data(), shape=shapes(), form=st.sampled_from(AS))
+def test_copy_goes_from_any_form_to_any_other(path, data, shape, form):
+    source = shape.make(1)
+    target = data.draw(alike(shape)).make(2)
+    targets = data.draw(ids(target.shape, unique=True))
+    numbers = st.lists(
+        st.integers(-1, shape.blocks - 1), min_size=len(targets), max_size=len(targets)
+    )
+    pairs = list(zip(data.draw(numbers), targets, strict=True))
+    counts = data.draw(st.none() | token_counts(shape, len(pairs)))
+    layers = data.draw(layer_ranges(shape))
+    expected, before = target.clone(), source.memory.clone()
+    for index, (from_id, to_id) in enumerate(pairs):
+        if from_id >= 0 and to_id >= 0:
+            count = shape.tokens if counts is None else counts[index]
+            expected.put_tokens(to_id, source, from_id, count, layers)
+    mapping = form(pairs) if pairs else pairs
+    copy_blocks(source.kv, target.kv, mapping, counts, layers=layers, path=path)
+    assert torch.equal(target.memory, expected.memory)
+    assert torch.equal(source.memory, before)
 
 
 def token_counts(shape, length):
@@ -113,21 +104,18 @@ def token_counts(shape, length):
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_copy_within_a_cache(path):
-    @settings(max_examples=60, deadline=None)
-    @given(st.data(), shapes())
-    def check(data, shape):
-        cache = shape.make(1)
-        order = data.draw(st.permutations(range(shape.blocks)))
-        half = shape.blocks // 2
-        pairs = list(zip(order[:half], order[half : 2 * half], strict=True))
-        expected = cache.clone()
-        for from_id, to_id in pairs:
-            expected.put(to_id, cache.row(from_id))
-        copy_blocks(cache.kv, cache.kv, pairs, path=path)
-        assert torch.equal(cache.memory, expected.memory)
-
-    check()
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), shape=shapes())
+def test_copy_within_a_cache(path, data, shape):
+    cache = shape.make(1)
+    order = data.draw(st.permutations(range(shape.blocks)))
+    half = shape.blocks // 2
+    pairs = list(zip(order[:half], order[half : 2 * half], strict=True))
+    expected = cache.clone()
+    for from_id, to_id in pairs:
+        expected.put(to_id, cache.row(from_id))
+    copy_blocks(cache.kv, cache.kv, pairs, path=path)
+    assert torch.equal(cache.memory, expected.memory)
 
 
 # Sizes at which other loops take over: few runs, through scratch, row by row, with threads.

@@ -16,12 +16,13 @@ import torch
 from device_copies import HostCopy, Runs, host_copies, with_ids
 from fake_driver import FakeDriver, FakeStream
 from hypothesis import given
+from hypothesis import strategies as st
 from shim_runs import FEW
 
 from kvconnect.kernels.blocks.transfer import Transfer
 from kvconnect.kernels.cuda.copy_policy import CopyPolicy, Direction
-from kvconnect.kernels.cuda.device import DeviceWork, NoDevice, device_work, driven_by
-from kvconnect.kernels.cuda.driver.interface import AccessOrder
+from kvconnect.kernels.cuda.device import DeviceWork, device_work, driven_by
+from kvconnect.kernels.cuda.driver.interface import AccessOrder, NoDevice
 
 LOAD, STORE = Direction.LOAD, Direction.STORE
 SMALL_SLOTS = CopyPolicy(slot_nbytes=300, num_slots=2)
@@ -88,15 +89,12 @@ def check_route(shim, made, path, *, legacy, seed, policy=None):
 
 @pytest.mark.parametrize("legacy", [False, True])
 @pytest.mark.parametrize("path", ["kernel", "dma", "staged"])
-def test_copies_come_behind_what_the_stream_did_and_before_what_it_does(shim, path, legacy):
-    seeds = iter(range(10_000))
-
-    @FEW
-    @given(host_copies())
-    def check(made):
-        check_route(shim, made, path, legacy=legacy, seed=next(seeds), policy=SMALL_SLOTS)
-
-    check()
+@FEW
+@given(made=host_copies(), seed=st.integers(0, 10_000))
+def test_copies_come_behind_what_the_stream_did_and_before_what_it_does(
+    shim, path, legacy, made, seed
+):
+    check_route(shim, made, path, legacy=legacy, seed=seed, policy=SMALL_SLOTS)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -269,32 +267,27 @@ def test_a_driver_put_in_place_takes_all_work_and_leaves_again():
 
 @pytest.mark.parametrize("legacy", [False, True])
 @pytest.mark.parametrize("path", ["auto", "dma"])
-def test_pageable_memory_goes_through_page_locked_buffers(path, legacy):
-    seeds = iter(range(10_000))
-
-    @FEW
-    @given(host_copies(pinned=False))
-    def check(made):
-        driver, work = work_of(seed=next(seeds), policy=SMALL_SLOTS)
-        expected = made.expected()
-        stream = FakeStream("given", legacy=legacy)
-        on_device = made.planes if made.direction is STORE else []
-        write_before(driver, stream, on_device)
-        transfer = work.copy(made.copy, stream, path)
-        host = range(made.host.data_ptr(), made.host.data_ptr() + made.host.numel())
-        for batch in driver.batches:
-            ends = (*batch.descriptors.sources.tolist(), *batch.descriptors.targets.tolist())
-            assert not any(address in host for address in ends)
-        if made.direction is LOAD:
-            made.host.fill_(0xEE)  # it has been read
-        else:
-            assert made.is_as(expected), "it has been written"
-        overwrite_behind(driver, stream, on_device)
-        driver.finish()
-        transfer.wait()
-        assert made.is_as(expected)
-
-    check()
+@FEW
+@given(made=host_copies(pinned=False), seed=st.integers(0, 10_000))
+def test_pageable_memory_goes_through_page_locked_buffers(path, legacy, made, seed):
+    driver, work = work_of(seed=seed, policy=SMALL_SLOTS)
+    expected = made.expected()
+    stream = FakeStream("given", legacy=legacy)
+    on_device = made.planes if made.direction is STORE else []
+    write_before(driver, stream, on_device)
+    transfer = work.copy(made.copy, stream, path)
+    host = range(made.host.data_ptr(), made.host.data_ptr() + made.host.numel())
+    for batch in driver.batches:
+        ends = (*batch.descriptors.sources.tolist(), *batch.descriptors.targets.tolist())
+        assert not any(address in host for address in ends)
+    if made.direction is LOAD:
+        made.host.fill_(0xEE)  # it has been read
+    else:
+        assert made.is_as(expected), "it has been written"
+    overwrite_behind(driver, stream, on_device)
+    driver.finish()
+    transfer.wait()
+    assert made.is_as(expected)
 
 
 def test_pageable_memory_and_kernels_do_not_go_together():
@@ -319,11 +312,12 @@ def test_a_block_larger_than_a_buffer_gets_a_larger_one(shim):
     assert max(batch.descriptors.nbytes for batch in driver.batches) <= 300
 
 
+class Kept:
+    """What a weak reference may watch."""
+
+
 @pytest.mark.parametrize("path", ["kernel", "dma", "staged"])
 def test_memory_is_kept_until_the_copy_is_done_although_nobody_keeps_the_transfer(path):
-    class Kept:
-        pass
-
     made = HostCopy(Runs((64,)), PAIRS, STORE)
     driver, work = work_of()
     kept = Kept()
@@ -340,9 +334,6 @@ def test_memory_is_kept_until_the_copy_is_done_although_nobody_keeps_the_transfe
 
 @pytest.mark.parametrize("legacy", [False, True])
 def test_memory_is_kept_for_the_half_of_a_copy_that_was_refused(legacy):
-    class Kept:
-        pass
-
     count = 9000  # two batches
     made = HostCopy(Runs((8,)), [(2 * i, i) for i in range(count)], STORE)
     driver, work = work_of()

@@ -7,8 +7,6 @@ import signal
 import time
 from pathlib import Path
 
-__all__ = ["freeze"]
-
 
 def freeze(pid: int) -> None:
     """Sends SIGSTOP to a process; ends when none of its threads runs any more."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import configparser
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -56,48 +57,45 @@ def test_the_wheel_holds_every_module_of_the_library_and_nothing_else(
     assert {name for name in wheel_names if ".dist-info/" not in name} == expected
 
 
-@pytest.fixture(scope="session")
-def from_the_wheel(built: Path, tmp_path_factory):
-    """Runs the command of the wheel, unpacked where there is nothing else."""
+NEED_A_CHECKOUT = {
+    "bench dead": "bench dead",
+    "bench serve": "bench serve --url http://x --chats=3",
+    "bench kernels": "bench kernels --help",
+    "check --soak": "check memory: --soak",
+    "--peer-python": "bench store memory: --peer-python python3 --total 1MiB --sizes 4KiB",
+}
+COMMANDS = """
+import sys
+from kvconnect.cli.main import main
+
+for words in sys.argv[1:]:
+    try:
+        print("exit", main(words.split()))
+    except SystemExit as stopped:
+        print("exit", stopped.code)
+"""
+
+
+def test_the_wheel_measures_a_store_without_its_floor_and_what_needs_a_checkout_says_so(
+    built: Path, tmp_path: Path
+):
     (wheel,) = built.glob("*.whl")
-    folder = tmp_path_factory.mktemp("unpacked")
-    zipfile.ZipFile(wheel).extractall(folder)
-
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-P", "-m", "kvconnect", *arguments]
-        env = {**os.environ, "PYTHONPATH": str(folder)}
-        return subprocess.run(
-            command, env=env, cwd=folder, capture_output=True, text=True, check=False
-        )
-
-    return run
-
-
-@pytest.mark.parametrize(
-    ("arguments", "what"),
-    [
-        (("bench", "dead"), "bench dead"),
-        (("bench", "serve", "--url", "http://x", "--chats=3"), "bench serve"),
-        (("bench", "kernels", "--help"), "bench kernels"),
-        (("check", "memory:", "--soak"), "check --soak"),
-        (("bench", "store", "memory:", "--peer-python", "python3"), "--peer-python"),
-    ],
-)
-def test_what_needs_a_checkout_says_so(from_the_wheel, arguments, what):
-    small = ("--total", "1MiB", "--sizes", "4KiB") if "store" in arguments else ()
-    done = from_the_wheel(*arguments, *small)
-    assert done.returncode == 2
-    assert f"{what}: needs a checkout of kvconnect" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def test_a_store_is_measured_without_its_floor(from_the_wheel):
-    done = from_the_wheel(
-        *("bench", "store", "memory:", "--total", "1MiB", "--sizes", "64KiB", "--rounds", "1")
+    zipfile.ZipFile(wheel).extractall(tmp_path)  # where there is nothing else
+    store = "bench store memory: --total 1MiB --sizes 64KiB --rounds 1"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", COMMANDS, *NEED_A_CHECKOUT.values(), store],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
     )
-    assert done.returncode == 0, done.stderr
-    assert "floors are left out" in done.stderr
+    codes = re.findall(r"^exit (.*)$", done.stdout, re.MULTILINE)
+    assert codes == [*["2"] * len(NEED_A_CHECKOUT), "0"], done.stderr
     assert "get" in done.stdout
+    for what in NEED_A_CHECKOUT:
+        assert f"{what}: needs a checkout of kvconnect" in done.stderr
+    assert "floors are left out" in done.stderr
 
 
 def test_the_sdist_holds_every_file(built: Path, tracked: list[Path]):

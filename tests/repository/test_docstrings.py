@@ -12,6 +12,7 @@ import re
 import tokenize
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -83,20 +84,20 @@ def image_in(text: str) -> str:
     return "" if found is None else found[0]
 
 
-def _docstrings(file: Path) -> Iterator[str]:
+@cache
+def _strings(file: Path) -> tuple[list[str], list[str]]:
+    """Returns the docstrings, and the paragraphs of these and of the strings below attributes."""
     documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    docstrings: list[str] = []
+    paragraphs: list[str] = []
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, documented) and (text := ast.get_docstring(node)):
-            yield text
-
-
-def _paragraphs(source: str) -> Iterator[str]:
-    """Yields the paragraphs of all strings that are statements: docstrings of any kind."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            docstrings.append(text)
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             text = node.value.value
             if isinstance(text, str):
-                yield from re.split(r"\n\s*\n", text.strip())
+                paragraphs += re.split(r"\n\s*\n", text.strip())
+    return docstrings, paragraphs
 
 
 def _comments(source: str) -> Iterator[str]:
@@ -118,7 +119,7 @@ def _comments(source: str) -> Iterator[str]:
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_docstrings_of_a_room_begin_with_a_verb_or_an_article(repository: Path, room: str):
-    texts = [text for file in repository.glob(room) for text in _docstrings(file)]
+    texts = [text for file in repository.glob(room) for text in _strings(file)[0]]
     assert texts
     wrong = Counter(" ".join(text.split()[:6]) for text in texts if not is_well_begun(text))
     assert not wrong
@@ -152,7 +153,7 @@ def test_paragraphs_and_comments_stand_alone_and_have_no_private_images(
         source = file.read_text(encoding="utf-8")
         wrong += [
             f"{file.relative_to(repository)}: {' '.join(text.split())[:80]}"
-            for text in (*_paragraphs(source), *_comments(source))
+            for text in (*_strings(file)[1], *_comments(source))
             if not starts_alone(text) or image_in(text)
         ]
     assert not wrong

@@ -12,8 +12,8 @@ import pytest
 
 VOCABULARY = (
     "address errors redaction text quantities tokens settings retention cache_options config layout"
-    " keys shards digest backend frame histograms timeline trace otel request traced_request"
-    " sampling_params prometheus user_cache fit pace overlap explain"
+    " keys shards digest backend frame trace otel request traced_request"
+    " sampling_params prometheus user_cache pace overlap explain"
 )
 LAYERS = (
     *("cli", "server", "bench simulate", "operations", "integrations", "testing", "engine"),
@@ -105,12 +105,19 @@ DOORS = {
 """What each room may import besides itself and the vocabulary; a package stands for all in it."""
 
 
+@cache
+def import_lines(source: str) -> list[ast.Import | ast.ImportFrom]:
+    return [
+        one for one in ast.walk(ast.parse(source)) if isinstance(one, ast.Import | ast.ImportFrom)
+    ]
+
+
 def imported(source: str) -> Iterator[str]:
     """Every module that `source` imports anywhere, also inside functions."""
-    for node in ast.walk(ast.parse(source)):
+    for node in import_lines(source):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
+        else:
             assert node.level == 0, "imports are absolute"
             if node.module == "kvconnect":
                 yield from (f"kvconnect.{alias.name}" for alias in node.names)
@@ -179,11 +186,9 @@ def graph(repository: Path) -> Mapping[str, set[str]]:
 
 def imported_names(source: str) -> Iterator[str]:
     """Every module or name of one that `source` imports, whole."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ImportFrom) and node.module is not None:
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+    for node in import_lines(source):
+        inside = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+        yield from (f"{inside}{alias.name}" for alias in node.names)
 
 
 def circle(imports: Mapping[str, set[str]]) -> list[str]:

@@ -8,10 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from kvconnect import trace as trace_module
-from kvconnect.histograms import TIMES
 from kvconnect.server import endpoint as times_module
 from kvconnect.server.endpoint import TokenTimes
-from kvconnect.trace import Metrics
+from kvconnect.trace import TIMES, Metrics
 
 MODEL = (("model", "tiny"),)
 

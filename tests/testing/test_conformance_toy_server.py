@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import pytest
+import toy_server
 
 from kvconnect.testing import Address, BackendConformance
-
-PATH = Path(__file__).with_name("toy_server.py")
-SPEC = importlib.util.spec_from_file_location("toy_server", PATH)
-toy_server = sys.modules.setdefault("toy_server", importlib.util.module_from_spec(SPEC))
-SPEC.loader.exec_module(toy_server)
 
 
 class TestToyServer(BackendConformance):

@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
+from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+import toy_server as toy
+import wrong_backends as wrong
 
 from kvconnect import frame
-from kvconnect.testing.checks import all_checks, keys
+from kvconnect.backends.guard.breaker import Breaker
+from kvconnect.testing.checks import all_checks, faults, keys
 from kvconnect.testing.runner import run_check
-from kvconnect.testing.subject import Address
+from kvconnect.testing.subject import Address, Subject
 from kvconnect.testing.subjects import DiskSubject
 
-
-def load(name):
-    path = Path(__file__).with_name(f"{name}.py")
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = sys.modules.setdefault(name, importlib.util.module_from_spec(spec))
-    spec.loader.exec_module(module)
-    return module
-
-
-wrong = load("wrong_backends")
-toy = load("toy_server")
 CHECKS = {one.id: one for one in all_checks()}
 
 
@@ -61,7 +51,7 @@ WRONG = {
     "contract.leading_count": wrong.memory(wrong.CountsAll),
     "contract.loaded_is_right": wrong.memory(wrong.WritesBeyond),
     "contract.other_length": wrong.memory(wrong.SaysWhatIsThere),
-    "contract.longer_buffer": wrong.memory(wrong.WrongAboutLength),
+    "contract.longer_buffer": wrong.declares(variable_length=False),
     "contract.save_again": wrong.memory(wrong.CountsNewOnes),
     "contract.duplicates": wrong.memory(wrong.CountsKeys),
     "contract.delete": wrong.memory(wrong.DeleteRaises),
@@ -85,9 +75,9 @@ WRONG = {
     "contract.loop_stays_free": wrong.memory(wrong.BlocksTheLoop),
     "contract.two_processes": wrong.files("RemovesFirst"),
     "contract.processes_see_each_other": wrong.OwnFolderPerProcess,
-    "capabilities.declared": wrong.memory(wrong.DurableInWords),
-    "capabilities.durable": wrong.memory(wrong.NotDurable),
-    "capabilities.max_value_bytes": wrong.memory(wrong.NoLongerThan),
+    "capabilities.declared": wrong.declares(durable="yes"),
+    "capabilities.durable": wrong.declares(durable=True),
+    "capabilities.max_value_bytes": wrong.declares(max_value_bytes=16384),
     "capabilities.scan": wrong.memory(wrong.ScansTwice),
     "capabilities.children": wrong.memory(wrong.MixesTokens),
     "capabilities.many_children": wrong.memory(wrong.ForgetsTheLast),
@@ -99,18 +89,18 @@ WRONG = {
     "eviction.chains_from_their_end": wrong.memory(wrong.FirstInFirstOut),
     "eviction.use_counts_for_ancestors": wrong.memory(wrong.FirstInFirstOut),
     "eviction.dropped_is_not_found": wrong.memory(wrong.RemembersLookups),
-    "pins.refused_without": wrong.memory(wrong.PinsUnsaid),
+    "pins.refused_without": wrong.declares(pins=False),
     "pins.answers": wrong.memory(wrong.PinsWhatIsAbsent),
     "pins.kept_in_a_full_store": wrong.memory(wrong.PinsInWords),
     "pins.until_their_time": wrong.memory(wrong.PinsForEver),
     "pins.within_their_share": wrong.memory(wrong.PinsAll),
     "pins.kept_past_their_ttl": wrong.ExpiresWhilePinned,
     "pins.durable_pins": wrong.PinsUntilItCloses,
-    "keys.alike": wrong.memory(wrong.FirstEightBytes),
-    "keys.alike ": wrong.memory(wrong.LastEightBytes),
-    "keys.all_bits_count": wrong.memory(wrong.ShortKeys),
-    "keys.all_bits_count ": wrong.memory(wrong.LowerCaseKeys),
-    "keys.any_bytes": wrong.memory(wrong.StrippedKeys),
+    "keys.alike": wrong.renames(lambda key: key[:8]),
+    "keys.alike ": wrong.renames(lambda key: key[-8:]),
+    "keys.all_bits_count": wrong.renames(lambda key: key[:31]),
+    "keys.all_bits_count ": wrong.renames(lambda key: key.lower()),
+    "keys.any_bytes": wrong.renames(lambda key: key.strip(b"\0")),
     "keys.keys_are_not_copied": wrong.memory(wrong.DeletesEqualContent),
     **{
         f"integrity.{name}": wrong.Unchecked
@@ -161,11 +151,25 @@ WRONG = {
     "end to end.same_tokens_on_several_ranks": wrong.ForgetsInOtherProcesses,
     "end to end.same_tokens_whatever_fails": TrustsFrames,
 }
+WRONG_NETWORK = {
+    **{
+        f"network.{name}": toy.StaysBroken
+        for name in (
+            *("refused", "black_hole", "half_open", "frozen", "one_byte_per_second"),
+            *("slow_answers", "garbage_answers", "wrong_length"),
+        )
+    },
+    "network.reset_anywhere": toy.TakesPartOfAnAnswer,
+    "network.unreachable_at_start": toy.ConnectsLater,
+    "network.close_while_frozen": toy.ClosesSlowly,
+    "network.breaker": toy.ToyBackend,
+    "network.restart_with_data": toy.ToyBackend,
+    "network.restart_empty": toy.ToyBackend,
+}
 
 
 def test_there_is_a_wrong_backend_for_every_check():
-    named = {name.strip() for name in WRONG}
-    assert named == {name for name in CHECKS if not name.startswith("network.")}
+    assert {name.strip() for name in WRONG} | set(WRONG_NETWORK) == set(CHECKS)
 
 
 SLOW = {"end to end.same_tokens_on_several_ranks"}
@@ -190,7 +194,7 @@ def test_wrong_backend_is_found(name, tmp_path, monkeypatch):
     subject.long = name.startswith("model.")  # chance must not decide whether this test passes
     check = CHECKS[name.strip()]
     if name == "faults.hangs":
-        check = replace(check, limit_s=3.0)
+        check = replace(check, limit_s=1.0)
     outcome = run_check(check, subject)
     if outcome.result == "skipped" and check.needs_root:
         pytest.skip(outcome.reason)
@@ -198,4 +202,32 @@ def test_wrong_backend_is_found(name, tmp_path, monkeypatch):
     print(outcome.reason)
 
 
-__all__ = ["Address"]
+class ToySubject(Subject):
+    def __init__(self, server, backend):
+        self.server = server
+        self.backend = backend
+        self.address = Address("127.0.0.1", server.port)
+        self.patience_s = 0.3
+        self.deadline_s = 0.2
+
+    def make_backend(self):
+        return self.make_via(self.address)
+
+    def make_via(self, address):
+        return self.backend(address.host, address.port)
+
+    async def restart_server(self, *, empty):
+        self.server.restart(empty=not empty)
+
+
+@pytest.mark.parametrize("name", WRONG_NETWORK)
+def test_wrong_backend_of_a_server_is_found(name, monkeypatch):
+    monkeypatch.setattr(faults, "_BUSY_S", 0.5)  # what is too late need not be so by seconds
+    if name == "network.breaker":
+        monkeypatch.setattr(Breaker, "failed", lambda *_: None)
+    server = toy.ToyServer()
+    server.close = server.stop
+    with closing(server):
+        outcome = run_check(CHECKS[name], ToySubject(server, WRONG_NETWORK[name]))
+    assert outcome.result == "failed", outcome
+    print(outcome.reason)

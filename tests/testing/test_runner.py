@@ -93,60 +93,78 @@ def test_what_a_child_process_cannot_import_is_refused_alike_and_serves_all_othe
     assert "give a function at the top of a module" in report.outcomes[1].reason
 
 
-UNGUARDED = """
+SCRIPTS = {
+    "guarded.py": """
 from kvconnect.backends.memory.store import MemoryBackend
-from kvconnect.testing import check_backend
 
 
 def make():
     print("making")
     return MemoryBackend(64 << 20)
+""",
+    "script.py": """
+import sys
+from kvconnect.testing import check_backend
+import kvconnect.testing.checks
+
+print({"pytest", "transformers", "hypothesis", "kvconnect.engine"} & set(sys.modules))
+import guarded
 
 
-print(check_backend(make, only=["resources.no_descriptors"]), flush=True)
-"""
+def make():
+    return guarded.make()
 
 
-def test_a_script_without_a_guard_is_refused_and_leaves_no_process(tmp_path):
-    """Each fork server else runs the script again, and starts another one, for ever."""
-    (tmp_path / "script.py").write_text(UNGUARDED, encoding="utf-8")
-    mark = f"{tmp_path.name}-{time.monotonic_ns()}"  # in the environment of all that it starts
-    run = subprocess.run(
-        [sys.executable, tmp_path / "script.py"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-        env=os.environ | {"KVCONNECT_TEST_MARK": mark},
-    )
-    assert run.stdout.count("put that under if __name__ == '__main__'") == 1
-    assert "0 passed, 1 failed, 0 skipped" in run.stdout
-    left = []
-    for process in Path("/proc").glob("[0-9]*/environ"):
-        with suppress(OSError):
-            left += [process.parent.name] * (mark.encode() in process.read_bytes())
-    assert left == []
+for made in (make, guarded.make):
+    print(check_backend(made, only=["resources.no_descriptors"]), flush=True)
+""",
+}
 
 
-def test_child_processes_import_nothing_from_the_working_directory(tmp_path):
-    """And what the backend prints there disturbs nothing."""
-    for name in ("script", "working"):
-        (tmp_path / name).mkdir()
-    guarded = UNGUARDED.replace("print(check", 'if __name__ == "__main__":\n    print(check')
-    (tmp_path / "script" / "script.py").write_text(guarded, encoding="utf-8")
+@pytest.fixture(scope="module")
+def script(tmp_path_factory):
+    """What a script without a guard prints, where it is started, and whether a process is left."""
+    folder = tmp_path_factory.mktemp("script")
+    working = tmp_path_factory.mktemp("working")
+    for name, code in SCRIPTS.items():
+        (folder / name).write_text(code, encoding="utf-8")
     for module in ("json", "logging", "torch"):
-        trap = f"open({str(tmp_path / 'trapped')!r}, 'a').write({module!r})"
-        (tmp_path / "working" / f"{module}.py").write_text(trap, encoding="utf-8")
+        trap = f"open({str(working / 'trapped')!r}, 'a').write({module!r})"
+        (working / f"{module}.py").write_text(trap, encoding="utf-8")
+    mark = f"{folder.name}-{time.monotonic_ns()}"  # in the environment of all that it starts
     run = subprocess.run(
-        [sys.executable, tmp_path / "script" / "script.py"],
-        cwd=tmp_path / "working",
+        [sys.executable, folder / "script.py"],
+        cwd=working,
         capture_output=True,
         text=True,
         timeout=120,
         check=True,
+        env=os.environ | {"KVCONNECT_TEST_MARK": mark},
     )
-    assert "1 passed, 0 failed, 0 skipped" in run.stdout
-    assert not (tmp_path / "trapped").exists()
+    left = []
+    for process in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            left += [process.parent.name] * (mark.encode() in process.read_bytes())
+    return run.stdout, working, left
+
+
+def test_a_script_without_a_guard_is_refused_and_leaves_no_process(script):
+    """Each fork server else runs the script again, and starts another one, for ever."""
+    said, _, left = script
+    assert said.count("put that under if __name__ == '__main__'") == 1
+    assert "0 passed, 1 failed, 0 skipped" in said
+    assert left == []
+
+
+def test_child_processes_import_nothing_from_the_working_directory(script):
+    """And what the backend prints there disturbs nothing."""
+    said, working, _ = script
+    assert "1 passed, 0 failed, 0 skipped" in said
+    assert not (working / "trapped").exists()
+
+
+def test_neither_pytest_nor_the_engine_is_imported_before_it_is_needed(script):
+    assert script[0].startswith("set()")
 
 
 def test_every_module_that_is_started_is_started_without_the_working_directory():
@@ -222,17 +240,6 @@ def test_the_class_has_a_test_for_each_check():
     assert len(tests) == len(all_checks())
 
 
-def test_neither_pytest_nor_the_engine_is_imported_before_it_is_needed():
-    code = (
-        "import sys; from kvconnect.testing import check_backend; import kvconnect.testing.checks;"
-        "print({'pytest', 'transformers', 'hypothesis', 'kvconnect.engine'} & set(sys.modules))"
-    )
-    ran = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert ran.stdout.strip() == "set()"
-
-
 def test_the_plug_in_is_an_entry_point_and_registers_the_markers():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     (module,) = project["entry-points"]["pytest11"].values()
@@ -254,7 +261,7 @@ def test_the_plug_in_is_an_entry_point_and_registers_the_markers():
 
 def test_soak_of_a_right_store_reports_what_it_did(tmp_path):
     told = []
-    report = soak(DiskSubject(tmp_path / "store"), seconds=1.5, seed=9, told=told.append)
+    report = soak(DiskSubject(tmp_path / "store"), seconds=0.5, seed=9, told=told.append)
     assert report.rounds >= 1
     assert report.counts["loads"] > 0
     assert report.counts["blocks loaded"] > 0

@@ -1,6 +1,6 @@
 """The proxy does to a connection what it says, and nothing else.
 
-That each fault is one: test_every_network_check_can_fail.py, whose wrong stores it alone finds.
+That each fault is one: test_every_check_can_fail.py, whose wrong stores it alone finds.
 """
 
 from __future__ import annotations

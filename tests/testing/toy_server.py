@@ -163,7 +163,7 @@ class StaysBroken(ToyBackend):
             raise ConnectionError("broken")
         start, self.broken = time.monotonic(), True
         answer = await super().ask(operation, key, data)
-        self.broken = time.monotonic() - start > 0.4
+        self.broken = time.monotonic() - start > 0.15
         return answer
 
 

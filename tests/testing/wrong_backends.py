@@ -23,7 +23,7 @@ from kvconnect.backends.disk.store import DiskBackend
 from kvconnect.backends.lanes import Lane
 from kvconnect.backends.memory.store import MemoryBackend
 from kvconnect.errors import BackendTimeout, BackendUnavailable
-from kvconnect.testing.subject import Address, Subject, Usage, open_while
+from kvconnect.testing.subject import Subject, Usage, open_while
 from kvconnect.testing.subjects import DiskSubject, MemorySubject
 
 # ---------------------------------------------------------------------------------------- memory
@@ -88,10 +88,6 @@ class SaysWhatIsThere(MemoryBackend):
     async def load(self, keys, into):
         await super().load(keys, into)
         return await self.lookup(keys)
-
-
-class WrongAboutLength(MemoryBackend):
-    capabilities = replace(MemoryBackend.capabilities, variable_length=False)
 
 
 class CountsNewOnes(MemoryBackend):
@@ -296,18 +292,6 @@ class BlocksTheLoop(MemoryBackend):
 # ---------------------------------------------------------------------------------------- declared
 
 
-class DurableInWords(MemoryBackend):
-    capabilities = Capabilities(durable="yes")
-
-
-class NotDurable(MemoryBackend):
-    capabilities = Capabilities(durable=True)
-
-
-class NoLongerThan(MemoryBackend):
-    capabilities = replace(MemoryBackend.capabilities, max_value_bytes=16384)
-
-
 class ScansTwice(MemoryBackend):
     async def scan(self):
         for _ in range(2):
@@ -364,10 +348,6 @@ class FirstInFirstOut(DictBackend):
 
 
 # ---------------------------------------------------------------------------------------- pins
-
-
-class PinsUnsaid(MemoryBackend):
-    capabilities = replace(MemoryBackend.capabilities, pins=False)
 
 
 class PinsWhatIsAbsent(MemoryBackend):
@@ -449,26 +429,6 @@ class Renames(DictBackend):
 
     async def delete(self, keys):
         await super().delete([self.name(key) for key in keys])
-
-
-class ShortKeys(Renames):
-    name = staticmethod(lambda key: key[:31])
-
-
-class FirstEightBytes(Renames):
-    name = staticmethod(lambda key: key[:8])
-
-
-class LastEightBytes(Renames):
-    name = staticmethod(lambda key: key[-8:])
-
-
-class LowerCaseKeys(Renames):
-    name = staticmethod(lambda key: key.lower())
-
-
-class StrippedKeys(Renames):
-    name = staticmethod(lambda key: key.strip(b"\0"))
 
 
 class DeletesEqualContent(DictBackend):
@@ -874,6 +834,17 @@ def memory(backend):
     return Wrong
 
 
+def declares(**said):
+    """A subject of a memory store that declares `said`, too."""
+    said = replace(MemoryBackend.capabilities, **said)
+    return memory(type("Declares", (MemoryBackend,), {"capabilities": said}))
+
+
+def renames(name):
+    """A subject of a store that takes `name` of a key for the key."""
+    return memory(type("RenamesKeys", (Renames,), {"name": staticmethod(name)}))
+
+
 def files(backend):
     """A subject of a wrong store in files, which child processes can make, too."""
 
@@ -883,6 +854,3 @@ def files(backend):
         return subject
 
     return make
-
-
-__all__ = ["Address", "files", "memory"]

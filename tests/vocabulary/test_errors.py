@@ -51,11 +51,8 @@ def test_every_class_is_exported():
     assert set(_classes()) <= set(errors.__all__)
 
 
-def test_an_unknown_request_reads_as_a_sentence_and_not_as_a_quoted_key():
+def test_errors_read_as_sentences_and_say_what_to_do():
     assert str(errors.UnknownRequest("request 7 is not known")) == "request 7 is not known"
-
-
-def test_a_missing_extra_says_how_to_install_it():
     message = str(errors.MissingExtra("store scheme 'redis'", "redis"))
     assert "pip install '.[redis]'" in message
 

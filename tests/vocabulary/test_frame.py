@@ -135,17 +135,11 @@ def test_frame_of_any_other_length_is_found(length):
             frame.check(longer[:length].clone(), KEY, {PRINT})
 
 
-def test_whole_frame_of_another_key_is_found():
+def test_whole_frame_of_another_key_layout_or_format_version_is_found(monkeypatch):
     with pytest.raises(BadFrame, match="holds block"):
         frame.check(sealed(100, OTHER), KEY, {PRINT})
-
-
-def test_whole_frame_of_another_layout_is_found():
     with pytest.raises(BadFrame, match="another layout"):
         frame.check(sealed(100), KEY, {b"x" * 16})
-
-
-def test_frame_of_another_format_version_is_found(monkeypatch):
     monkeypatch.setattr(frame, "FORMAT_VERSION", 2)
     data = sealed(100)
     monkeypatch.undo()

@@ -110,14 +110,12 @@ def test_a_field_does_not_slide_into_the_next():
     assert Namespace(lora_id="").encode() != Namespace(lora_id=None).encode()
 
 
-def test_an_empty_salt_is_refused():
-    with pytest.raises(ConfigurationError, match="cache_salt: '' must not be empty"):
-        Namespace(cache_salt="")
-
-
-def test_a_salt_is_text():
-    with pytest.raises(ConfigurationError, match="cache_salt: 5 must be a string"):
-        Namespace(cache_salt=5)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("salt", "said"), [("", "cache_salt: '' must not be empty"), (5, "cache_salt: 5 must be a str")]
+)
+def test_a_salt_is_text_that_is_not_empty(salt, said):
+    with pytest.raises(ConfigurationError, match=said):
+        Namespace(cache_salt=salt)
 
 
 @given(st.lists(st.integers(0, 3), max_size=40), st.lists(st.integers(0, 3), max_size=40))

@@ -19,11 +19,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvconnect import trace as trace_module
 from kvconnect.digest.doubts import Doubt, note_doubt
 from kvconnect.errors import ConfigurationError, MissingExtra
-from kvconnect.histograms import BOUNDS
 from kvconnect.overlap import Decision
 from kvconnect.prometheus import METRICS, Collector, serve, snapshot
 from kvconnect.prometheus.table import _STATUSES
-from kvconnect.trace import Event, Metrics, count, trace
+from kvconnect.trace import BOUNDS, Event, Metrics, count, trace
 
 ROOT = Path(__file__).parents[2]
 DISK = (("store", "DiskBackend"), ("place", "disk:///kv"))

@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvconnect import KvCacheConfig, KvCacheConnectorConfig
@@ -181,6 +181,7 @@ def _broken(kind: type[Exception], url: str) -> type[Any]:
 
 
 @pytest.mark.parametrize("kind", [OSError, ConfigurationError, BackendUnavailable])
+@settings(max_examples=30)
 @given(url=urls(*IN_LOCATION, *IN_PARAMETERS) | LOST_HOST)
 def test_what_a_connectors_constructor_raises_shows_no_password(
     kind: type[Exception], url: str
@@ -234,6 +235,7 @@ def test_of_a_url_that_is_no_text_the_type_alone_is_shown(
 
 
 @pytest.mark.parametrize("arguments", [("ls",), ("stats", "--json"), ("copy", "{}"), ()])
+@settings(max_examples=30)
 @given(url=urls(*WITHOUT_SLASHES[:2], *IN_PARAMETERS[1:3], IN_LOCATION[9]) | LOST_HOST)
 def test_the_command_line_shows_no_password(arguments: tuple[str, ...], url: str) -> None:
     capture = pytest.MonkeyPatch()

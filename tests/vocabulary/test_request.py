@@ -35,22 +35,14 @@ def test_tokens_are_prompt_and_then_what_was_generated():
     assert (request.prompt_len, request.num_tokens, request.num_generated_tokens) == (3, 5, 2)
 
 
-def test_get_tokens_gives_a_list_of_the_callers_own():
+def test_get_tokens_gives_lists_of_the_callers_own_of_the_one_beam():
     request = make_request(3)
-    request.get_tokens(0).append(99)
-    assert request.get_tokens(0) == [0, 1, 2]
-
-
-def test_get_tokens_without_a_beam_gives_a_list_of_beams():
-    request = make_request(3)
-    assert request.get_tokens() == [[0, 1, 2]]
-    request.get_tokens()[0].append(99)
-    assert request.get_tokens() == [[0, 1, 2]]
-
-
-def test_there_is_one_beam():
+    for _ in range(2):
+        assert [request.get_tokens(0)] == request.get_tokens() == [[0, 1, 2]]
+        request.get_tokens(0).append(99)
+        request.get_tokens()[0].append(99)
     with pytest.raises(ConfigurationError, match="beam: 1 does not exist"):
-        make_request().get_tokens(beam=1)
+        request.get_tokens(beam=1)
 
 
 def test_a_rewind_shortens_tokens_and_keys():

@@ -53,26 +53,23 @@ def test_more_ranks_than_heads_share_keys_and_the_first_of_them_saves() -> None:
     assert [one.is_first for one in found] == [True, False, False, False] * 2
 
 
-def test_states_that_every_rank_has_whole_are_stored_once() -> None:
-    found = [stored_heads([STATES], Shard(rank, 4), [1])[0] for rank in range(4)]
-    assert {one.own for one in found} == {Shard()}
-    assert [one.is_first for one in found] == [True, False, False, False]
+@pytest.mark.parametrize(
+    ("one", "heads"), [(STATES, [1]), (LATENT, None)], ids=["states", "latent"]
+)
+def test_what_every_rank_has_whole_is_stored_once(
+    one: KvCacheLayout, heads: list[int] | None
+) -> None:
+    found = [stored_heads([one], Shard(rank, 4), heads)[0] for rank in range(4)]
+    assert {each.own for each in found} == {Shard()}
+    assert [each.is_first for each in found] == [True, False, False, False]
     assert found[0].sizes == (1,)
-    assert whole_layouts([STATES], Shard(3, 4), [1]) == (STATES,)
+    assert whole_layouts([one], Shard(3, 4), heads) == (one,)
 
 
 def test_that_ranks_have_all_states_or_parts_of_them_has_to_be_said() -> None:
     assert stored_heads([STATES], Shard())[0].own == Shard()
     with pytest.raises(ConfigurationError, match="num_kv_heads: missing"):
         stored_heads([STATES], Shard(0, 2))
-
-
-def test_a_latent_is_stored_once() -> None:
-    found = [stored_heads([LATENT], Shard(rank, 4))[0] for rank in range(4)]
-    assert {one.own for one in found} == {Shard()}
-    assert [one.is_first for one in found] == [True, False, False, False]
-    assert found[0].sizes == (1,)
-    assert whole_layouts([LATENT], Shard(3, 4)) == (LATENT,)
 
 
 def test_heads_that_every_rank_holds_are_stored_once() -> None:

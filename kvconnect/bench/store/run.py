@@ -22,8 +22,6 @@ from kvconnect.bench.store.payloads import Payloads, StorePlan
 from kvconnect.bench.store.report import StoreFigure
 from kvconnect.errors import ConfigurationError
 
-__all__ = ["StorePlan", "bench_store"]
-
 Tell = Callable[[str], None]
 
 _FLOOR, _BARE, _GUARDED = "floor", "bare", "guarded"

@@ -16,9 +16,8 @@ from kvconnect.keys import Namespace, root_key
 from kvconnect.layout import KvCacheLayout
 from kvconnect.request import LlmRequest, SamplingParams
 from kvconnect.text import check_text, shown
-from kvconnect.timeline import trace_headers
 from kvconnect.tokens import TokenArray, Tokens, as_token_array
-from kvconnect.trace import metrics
+from kvconnect.trace import metrics, trace_headers
 from kvconnect.traced_request import TracedRequest
 
 _log = logging.getLogger(__name__)

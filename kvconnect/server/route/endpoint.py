@@ -25,7 +25,7 @@ from kvconnect.server.route.instance import InstanceFailed
 from kvconnect.server.route.opened import Opened
 from kvconnect.server.route.routed import RoutedRequest
 from kvconnect.server.route.settings import RouteSettings
-from kvconnect.timeline import trace_headers
+from kvconnect.trace import trace_headers
 
 Routed: TypeAlias = Callable[
     [Mapping[str, str]], contextlib.AbstractContextManager[Mapping[str, str]]

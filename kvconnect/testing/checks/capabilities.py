@@ -30,9 +30,7 @@ async def declared(subject: Subject) -> None:
 async def durable(subject: Subject) -> None:
     """A backend that is `durable` has all blocks after it was closed and made anew."""
     subject.require("durable")
-    blocks = subject.blocks("durable")
-    keys = blocks.keys(count=12)
-    async with subject.opened() as store:
+    async with subject.prepared("durable", 12) as (store, blocks, keys):
         await store.save(blocks.chain(keys, tokens=[1, 2]))
         await store.delete([keys[-1]])
     for _ in range(2):
@@ -48,9 +46,7 @@ async def max_value_bytes(subject: Subject) -> None:
     if longest is None:
         subject.require("max_value_bytes")
         return
-    blocks = subject.blocks("max value")
-    key, after = blocks.keys(count=2)
-    async with subject.opened() as store:
+    async with subject.prepared("max value", 2) as (store, blocks, (key, after)):
         try:
             saved = await store.save([blocks.block(key, nbytes=longest + 1)])
             demand(saved == 0, f"{longest + 1} bytes were stored: max_value_bytes is not true")
@@ -64,9 +60,7 @@ async def max_value_bytes(subject: Subject) -> None:
 async def scan(subject: Subject) -> None:
     """The `scan` of an `enumerable` backend lists each block once, with its size."""
     subject.require("enumerable")
-    blocks = subject.blocks("scan")
-    keys = blocks.keys(count=40)
-    async with subject.opened() as store:
+    async with subject.prepared("scan", 40) as (store, blocks, keys):
         await store.save([blocks.block(key, priority=7) for key in keys])
         await store.delete(keys[:4])
         mine = [entry async for entry in store.scan() if entry.key in keys]
@@ -83,9 +77,8 @@ async def scan(subject: Subject) -> None:
 async def children(subject: Subject) -> None:
     """The `children` of an `enumerable` backend are the blocks under their parent, with tokens."""
     subject.require("enumerable")
-    blocks = subject.blocks("children")
-    outside, root, full, tail, other = blocks.keys(count=5)
-    async with subject.opened() as store:
+    async with subject.prepared("children", 5) as (store, blocks, keys):
+        outside, root, full, tail, other = keys
         await store.save(
             [
                 blocks.block(root, outside, tokens=[1, 2]),
@@ -132,9 +125,7 @@ async def many_children(subject: Subject) -> None:
 @check("capabilities")
 async def stats(subject: Subject) -> None:
     """The ``blocks`` and ``bytes`` of `stats`, where they are given, follow saves and deletes."""
-    blocks = subject.blocks("stats")
-    keys = blocks.keys(count=8)
-    async with subject.opened() as store:
+    async with subject.prepared("stats", 8) as (store, blocks, keys):
         before = dict(await store.stats())
         await store.save(blocks.chain(keys))
         full = dict(await store.stats())

@@ -46,12 +46,8 @@ async def concurrent_calls(subject: Subject) -> None:
 @check("contract")
 async def races(subject: Subject) -> None:
     """Loads that race saves and deletes of the same keys are right or misses."""
-    blocks = subject.blocks("race")
-    keys = blocks.keys(count=24)
-
     chance = random.Random(subject.seed)
-
-    async with subject.opened() as store:
+    async with subject.prepared("race", 24) as (store, blocks, keys):
 
         async def write() -> None:
             for key in chance.choices(keys, k=60):
@@ -76,10 +72,7 @@ async def races(subject: Subject) -> None:
 @check("contract")
 async def races_with_eviction(subject: Subject) -> None:
     """Loads that race the eviction of what they load are right or misses."""
-    blocks = subject.blocks("eviction race")
-    keys = blocks.keys(count=60)
-
-    async with subject.opened(subject.make_small(12 * blocks.frame_nbytes)) as store:
+    async with subject.prepared("eviction race", 60, slots=12) as (store, blocks, keys):
 
         async def write() -> None:
             for start in range(0, 60, 4):
@@ -97,9 +90,7 @@ async def races_with_eviction(subject: Subject) -> None:
 @check("contract")
 async def buffers_are_left_alone(subject: Subject) -> None:
     """A load that has returned or raised never writes to its buffers any more."""
-    blocks = subject.blocks("left alone")
-    keys = blocks.keys(count=4)
-    async with subject.opened() as store:
+    async with subject.prepared("left alone", 4) as (store, blocks, keys):
         await store.save(blocks.chain(keys))
         into = blocks.buffers(5)
         await store.load([*keys, blocks.key("absent")], into)
@@ -117,9 +108,7 @@ async def cancelled_loads(subject: Subject) -> None:
     """A load that is cancelled at any moment ends, and never writes to its buffers after that."""
     if not subject.ends_cancelled:
         raise Unsupported("`ends_cancelled` is not set: the framework cancels no load")
-    blocks = subject.blocks("cancelled")
-    keys = blocks.keys(count=4)
-    async with subject.opened() as store:
+    async with subject.prepared("cancelled", 4) as (store, blocks, keys):
         nbytes = min(1 << 20, store.capabilities.max_value_bytes or 1 << 20)
         await store.save(blocks.chain(keys, nbytes=nbytes))
         start = time.monotonic()

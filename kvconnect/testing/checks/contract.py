@@ -89,9 +89,7 @@ async def mixed_batch(subject: Subject) -> None:
 @check("contract")
 async def long_batch(subject: Subject) -> None:
     """A batch of 600 blocks is stored, found and loaded in one call."""
-    blocks = subject.blocks("long batch")
-    keys = blocks.keys(count=600)
-    async with subject.opened() as store:
+    async with subject.prepared("long batch", 600) as (store, blocks, keys):
         saved = await store.save(blocks.chain(keys, nbytes=4096))
         demand(saved == len(keys), f"save stored {saved} of {len(keys)} blocks")
         await expect_stored(store, blocks, keys, nbytes=4096)
@@ -100,9 +98,7 @@ async def long_batch(subject: Subject) -> None:
 @check("contract")
 async def absent_key(subject: Subject) -> None:
     """An absent key is a miss, its buffer stays as it was, and the next call works."""
-    blocks = subject.blocks("absent")
-    absent, present = blocks.keys(count=2)
-    async with subject.opened() as store:
+    async with subject.prepared("absent", 2) as (store, blocks, (absent, present)):
         for _ in range(2):
             into = blocks.buffers(1)
             found = await asyncio.wait_for(store.lookup([absent]), subject.patience_s)
@@ -127,9 +123,7 @@ async def empty_batch(subject: Subject) -> None:
 @check("contract")
 async def leading_count(subject: Subject) -> None:
     """Lookups and loads count leading blocks: the first absent one ends the run."""
-    blocks = subject.blocks("leading")
-    keys = blocks.keys(count=6)
-    async with subject.opened() as store:
+    async with subject.prepared("leading", 6) as (store, blocks, keys):
         await store.save([blocks.block(key) for key in (*keys[:3], *keys[4:])])
         found = await store.lookup(keys)
         demand(found == 3, f"lookup with the fourth of six absent said {found}, not 3")
@@ -141,9 +135,7 @@ async def leading_count(subject: Subject) -> None:
 @check("contract")
 async def loaded_is_right(subject: Subject) -> None:
     """The blocks that load counts are right; the following and surrounding memory is untouched."""
-    blocks = subject.blocks("untouched")
-    keys = blocks.keys(count=6)
-    async with subject.opened() as store:
+    async with subject.prepared("untouched", 6) as (store, blocks, keys):
         await store.save([blocks.block(key) for key in (*keys[:3], *keys[4:])])
         into = blocks.buffers(6)
         loaded = await store.load(keys, into)
@@ -159,9 +151,7 @@ async def loaded_is_right(subject: Subject) -> None:
 @check("contract")
 async def other_length(subject: Subject) -> None:
     """A value longer than its buffer is a miss that ends the run; nothing outside is written to."""
-    blocks = subject.blocks("length")
-    keys = blocks.keys(count=3)
-    async with subject.opened() as store:
+    async with subject.prepared("length", 3) as (store, blocks, keys):
         await store.save([blocks.block(key, nbytes=8192) for key in keys])
         for size in (4096, 8191, 0):
             into = [blocks.buffer(8192), blocks.buffer(size), blocks.buffer(8192)]
@@ -174,10 +164,8 @@ async def other_length(subject: Subject) -> None:
 @check("contract")
 async def longer_buffer(subject: Subject) -> None:
     """A value shorter than its buffer is a miss, or fills its beginning if `variable_length`."""
-    blocks = subject.blocks("longer buffer")
-    keys = blocks.keys(count=2)
     fills = subject.capabilities().variable_length
-    async with subject.opened() as store:
+    async with subject.prepared("longer buffer", 2) as (store, blocks, keys):
         await store.save([blocks.block(key, nbytes=4096) for key in keys])
         for size in (4097, 8192):
             into = blocks.buffers(2, size)
@@ -196,9 +184,7 @@ async def longer_buffer(subject: Subject) -> None:
 @check("contract")
 async def save_again(subject: Subject) -> None:
     """Saves of stored blocks count as stored, and change nothing."""
-    blocks = subject.blocks("again")
-    keys = blocks.keys(count=4)
-    async with subject.opened() as store:
+    async with subject.prepared("again", 4) as (store, blocks, keys):
         before = (await store.stats()).get("blocks")
         for _ in range(3):
             saved = await store.save([blocks.block(key) for key in keys])
@@ -212,9 +198,7 @@ async def save_again(subject: Subject) -> None:
 @check("contract")
 async def duplicates(subject: Subject) -> None:
     """A key that is twice in a batch is one block, and each of its buffers is filled."""
-    blocks = subject.blocks("duplicate")
-    key, other = blocks.keys(count=2)
-    async with subject.opened() as store:
+    async with subject.prepared("duplicate", 2) as (store, blocks, (key, other)):
         saved = await store.save([blocks.block(one) for one in (key, other, key, key)])
         demand(saved == 4, f"a batch of 4 with duplicates: save said {saved}")
         found = await store.lookup([key, key, other])
@@ -225,9 +209,7 @@ async def duplicates(subject: Subject) -> None:
 @check("contract")
 async def delete(subject: Subject) -> None:
     """Blocks that are deleted are gone, others stay, absent ones are no error, all can return."""
-    blocks = subject.blocks("delete")
-    keys = blocks.keys(count=4)
-    async with subject.opened() as store:
+    async with subject.prepared("delete", 4) as (store, blocks, keys):
         await store.save([blocks.block(key) for key in keys])
         await store.delete([keys[1], blocks.key("never saved")])
         await store.delete([keys[1]])
@@ -243,9 +225,7 @@ async def delete(subject: Subject) -> None:
 @check("contract")
 async def scrub(subject: Subject) -> None:
     """A scrub after deletes ends, and changes no stored block."""
-    blocks = subject.blocks("scrub")
-    keys = blocks.keys(count=6)
-    async with subject.opened() as store:
+    async with subject.prepared("scrub", 6) as (store, blocks, keys):
         await store.save([blocks.block(key) for key in keys])
         await store.delete(keys[::2])
         for _ in range(_MOST_SCRUBS):
@@ -261,9 +241,7 @@ async def scrub(subject: Subject) -> None:
 @check("contract")
 async def answers_follow(subject: Subject) -> None:
     """Lookups and loads follow each save and delete, whatever the same calls answered before."""
-    blocks = subject.blocks("follow")
-    keys = blocks.keys(count=4)
-    async with subject.opened() as store:
+    async with subject.prepared("follow", 4) as (store, blocks, keys):
         for turn in range(6):
             there = 4 * (turn % 2)
             for _ in range(2):  # cached answers about these must be dropped
@@ -280,9 +258,7 @@ async def answers_follow(subject: Subject) -> None:
 @check("contract")
 async def own_copy(subject: Subject) -> None:
     """The store keeps a copy of its own: later writes to the caller's buffer do not change it."""
-    blocks = subject.blocks("copy")
-    key = blocks.key()
-    async with subject.opened() as store:
+    async with subject.prepared("copy", 1) as (store, blocks, (key,)):
         block = blocks.block(key)
         await store.save([block])
         block.data.zero_()
@@ -296,9 +272,7 @@ async def own_copy(subject: Subject) -> None:
 @check("contract")
 async def read_only_input(subject: Subject) -> None:
     """Saves do not write to the given blocks, nor around them."""
-    blocks = subject.blocks("input")
-    key = blocks.key()
-    async with subject.opened() as store:
+    async with subject.prepared("input", 1) as (store, blocks, (key,)):
         block = blocks.block(key)
         await store.save([block])
         demand(blocks.holds(block.data, key), "save changed the buffer it was given")
@@ -307,9 +281,7 @@ async def read_only_input(subject: Subject) -> None:
 @check("contract")
 async def metadata(subject: Subject) -> None:
     """Blocks with and without parent, tokens and priority are all stored."""
-    blocks = subject.blocks("metadata")
-    keys = blocks.keys(count=5)
-    async with subject.opened() as store:
+    async with subject.prepared("metadata", 5) as (store, blocks, keys):
         saved = await store.save(
             [
                 blocks.block(keys[0]),

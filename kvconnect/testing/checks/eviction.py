@@ -30,9 +30,7 @@ async def there(store: Backend, keys: list[BlockKey], blocks: BlockMaker) -> lis
 @check("eviction")
 async def chains_from_their_end(subject: Subject) -> None:
     """A full store drops a chain from its end: no block is left without those before it."""
-    blocks = subject.blocks("chain")
-    keys = blocks.keys(count=_SLOTS // 2)
-    async with subject.opened(subject.make_small(_SLOTS * blocks.frame_nbytes)) as store:
+    async with subject.prepared("chain", _SLOTS // 2, slots=_SLOTS) as (store, blocks, keys):
         await store.save(blocks.chain(keys))
         await press(store, blocks, _SLOTS - 16)
         found = await there(store, keys, blocks)
@@ -43,14 +41,13 @@ async def chains_from_their_end(subject: Subject) -> None:
 @check("eviction")
 async def use_counts_for_ancestors(subject: Subject) -> None:
     """A use of a block counts as use of those before it: an unused chain is dropped first."""
-    blocks = subject.blocks("use")
-    used, unused = blocks.keys("used", count=_CHAIN), blocks.keys("unused", count=_CHAIN)
-    async with subject.opened(subject.make_small(_SLOTS * blocks.frame_nbytes)) as store:
+    async with subject.prepared("use", 2 * _CHAIN, slots=_SLOTS) as (store, blocks, keys):
+        used, unused = keys[:_CHAIN], keys[_CHAIN:]
         await store.save(blocks.chain(used))
         await store.save(blocks.chain(unused))
         await expect_stored(store, blocks, used)
         await press(store, blocks, _SLOTS - 2 * _CHAIN + 8)
-        left = [sum(await there(store, keys, blocks)) for keys in (used, unused)]
+        left = [sum(await there(store, chain, blocks)) for chain in (used, unused)]
         demand(
             left[0] == _CHAIN or left[0] > left[1],
             f"of a chain that was used {left[0]} of {_CHAIN} blocks are left, of an unused one "
@@ -61,9 +58,7 @@ async def use_counts_for_ancestors(subject: Subject) -> None:
 @check("eviction")
 async def dropped_is_not_found(subject: Subject) -> None:
     """Blocks that were dropped are not found, also where a lookup had found them before."""
-    blocks = subject.blocks("dropped")
-    keys = blocks.keys(count=_CHAIN)
-    async with subject.opened(subject.make_small(_SLOTS * blocks.frame_nbytes)) as store:
+    async with subject.prepared("dropped", _CHAIN, slots=_SLOTS) as (store, blocks, keys):
         await store.save(blocks.chain(keys))
         demand(await store.lookup(keys) == _CHAIN, "a chain that was just stored is not found")
         await press(store, blocks, 3 * _SLOTS)

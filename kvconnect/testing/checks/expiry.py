@@ -54,11 +54,9 @@ async def ttl_border(subject: Subject) -> None:
 async def ttl_of_a_block(subject: Subject) -> None:
     """A block with a time of its own is absent after it; others that were saved with it stay."""
     subject.require("expires_each")
-    blocks = subject.blocks("own ttl")
-    keys = blocks.keys(count=4)
-    chain = blocks.chain(keys)
     with ShiftedClock() as clock:
-        async with subject.opened() as store:
+        async with subject.prepared("own ttl", 4) as (store, blocks, keys):
+            chain = blocks.chain(keys)
             end = time.time() + _OWN_TTL_S
             own = [replace(one, expires_at=end) for one in chain[2:]]
             saved = await store.save([*chain[:2], *own])
@@ -73,10 +71,8 @@ async def ttl_of_a_block(subject: Subject) -> None:
 
 
 async def _jump(subject: Subject, seconds: float) -> None:
-    blocks = subject.blocks("jump", seconds)
-    keys = blocks.keys(count=4)
     with ShiftedClock() as clock:
-        async with subject.opened() as store:
+        async with subject.prepared(f"jump {seconds}", 4) as (store, blocks, keys):
             await store.save(blocks.chain(keys))
             clock.forward(seconds)
             await expect_stored(store, blocks, keys)
@@ -101,9 +97,8 @@ async def clock_jumps_back(subject: Subject) -> None:
 @check("time")
 async def clock_jumps_in_a_full_store(subject: Subject) -> None:
     """A full store keeps storing new blocks while the wall clock jumps both ways."""
-    blocks = subject.blocks("full jump")
     with ShiftedClock() as clock:
-        async with subject.opened(subject.make_small(40 * blocks.frame_nbytes)) as store:
+        async with subject.prepared("full jump", 0, slots=40) as (store, blocks, _):
             for turn in range(12):
                 clock.forward(30 * _DAY_S * (-1) ** turn)
                 keys = blocks.keys(turn, count=16)

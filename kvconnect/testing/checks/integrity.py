@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from unittest.mock import patch
 
 from kvconnect import frame
@@ -19,27 +18,23 @@ from kvconnect.trace import metrics
 _END = frame.HEADER_NBYTES + BlockMaker.layout.block_nbytes
 
 
-@dataclass(frozen=True, slots=True)
-class _Saved:
-    store: GuardedBackend
-    blocks: BlockMaker
-    keys: list[BlockKey]
-
-
 @asynccontextmanager
-async def _saved(subject: Subject, name: str, count: int) -> AsyncIterator[_Saved]:
+async def _saved(
+    subject: Subject, name: str, count: int
+) -> AsyncIterator[tuple[GuardedBackend, BlockMaker, list[BlockKey]]]:
     blocks = subject.blocks(name)
     keys = blocks.keys(count=count)
     async with subject.guarded() as store:
         await store.save([blocks.block(key) for key in keys])
-        yield _Saved(store, blocks, keys)
+        yield store, blocks, keys
 
 
-async def _expect_misses(saved: _Saved, what: str) -> None:
+async def _expect_misses(
+    store: GuardedBackend, blocks: BlockMaker, keys: list[BlockKey], what: str
+) -> None:
     """Demands that no block is a hit, that each is dropped, and that each can be saved again."""
-    store, blocks = saved.store, saved.blocks
     before = _bad_frames()
-    for key in saved.keys:
+    for key in keys:
         (into,) = blocks.buffers(1)
         loaded = await store.load([key], [into])
         demand(not loaded or blocks.holds(into, key), f"{what}: a wrong block was a hit")
@@ -48,22 +43,22 @@ async def _expect_misses(saved: _Saved, what: str) -> None:
         demand(await store.lookup([key]) == 0, f"{what}: lookup still says yes after the load")
     demand(_bad_frames() > before, f"{what}: bad blocks were not counted")
     before = _bad_frames()
-    for key in saved.keys:
+    for key in keys:
         await store.load([key], blocks.buffers(1))
     demand(_bad_frames() == before, f"{what}: a bad block was found a second time")
-    stored = await store.save([blocks.block(key) for key in saved.keys])
-    demand(stored == len(saved.keys), f"{what}: the blocks cannot be saved again")
-    all_into = blocks.buffers(len(saved.keys))
-    demand(await store.load(saved.keys, all_into) == len(saved.keys), f"{what}: not loaded again")
-    demand(all(map(blocks.holds, all_into, saved.keys)), f"{what}: wrong after being saved again")
+    stored = await store.save([blocks.block(key) for key in keys])
+    demand(stored == len(keys), f"{what}: the blocks cannot be saved again")
+    all_into = blocks.buffers(len(keys))
+    demand(await store.load(keys, all_into) == len(keys), f"{what}: not loaded again")
+    demand(all(map(blocks.holds, all_into, keys)), f"{what}: wrong after being saved again")
 
 
 def _bad_frames() -> float:
     return metrics.snapshot().get("store.bad_frame", 0)
 
 
-async def _frames(subject: Subject, saved: _Saved) -> list[bytes]:
-    frames = [await subject.peek(saved.store.inner, key) for key in saved.keys]
+async def _frames(subject: Subject, store: GuardedBackend, keys: list[BlockKey]) -> list[bytes]:
+    frames = [await subject.peek(store.inner, key) for key in keys]
     found = [data for data in frames if data is not None]
     if len(found) < len(frames):
         raise Violation("peek() finds nothing under a key that was saved")
@@ -72,10 +67,10 @@ async def _frames(subject: Subject, saved: _Saved) -> list[bytes]:
 
 async def _flip(subject: Subject, name: str, places: Sequence[int]) -> None:
     chance = random.Random(subject.seed)
-    async with _saved(subject, name, len(places)) as saved:
-        for key, place in zip(saved.keys, places, strict=True):
-            await subject.corrupt(saved.store.inner, key, place, 1 << chance.randrange(8))
-        await _expect_misses(saved, f"a flipped bit in the {name}")
+    async with _saved(subject, name, len(places)) as (store, blocks, keys):
+        for key, place in zip(keys, places, strict=True):
+            await subject.corrupt(store.inner, key, place, 1 << chance.randrange(8))
+        await _expect_misses(store, blocks, keys, f"a flipped bit in the {name}")
 
 
 @check("integrity")
@@ -102,72 +97,72 @@ async def flipped_end(subject: Subject) -> None:
 async def truncated(subject: Subject) -> None:
     """A value cut to nothing, by one byte of its payload, or at any 4 KiB is a miss."""
     lengths = [0, 1, _END - 1, *range(4096, _END, 4096)]
-    async with _saved(subject, "truncated", len(lengths)) as saved:
+    async with _saved(subject, "truncated", len(lengths)) as (store, blocks, keys):
         for key, data, length in zip(
-            saved.keys, await _frames(subject, saved), lengths, strict=True
+            keys, await _frames(subject, store, keys), lengths, strict=True
         ):
-            await subject.poke(saved.store.inner, key, data[:length])
-        await _expect_misses(saved, "a value cut short")
+            await subject.poke(store.inner, key, data[:length])
+        await _expect_misses(store, blocks, keys, "a value cut short")
 
 
 @check("integrity")
 async def truncated_padding(subject: Subject) -> None:
     """A value that lost bytes of its padding only is right or a miss."""
-    async with _saved(subject, "padding", 1) as saved:
-        (data,) = await _frames(subject, saved)
-        await subject.poke(saved.store.inner, saved.keys[0], data[:-1])
-        (into,) = saved.blocks.buffers(1)
-        loaded = await saved.store.load(saved.keys, [into])
-        right = saved.blocks.holds(into, saved.keys[0])
+    async with _saved(subject, "padding", 1) as (store, blocks, keys):
+        (data,) = await _frames(subject, store, keys)
+        await subject.poke(store.inner, keys[0], data[:-1])
+        (into,) = blocks.buffers(1)
+        loaded = await store.load(keys, [into])
+        right = blocks.holds(into, keys[0])
         demand(not loaded or right, "a block without the end of its padding is wrong")
-        stored = await saved.store.save([saved.blocks.block(saved.keys[0])])
+        stored = await store.save([blocks.block(keys[0])])
         demand(stored == 1, "a block without the end of its padding cannot be saved again")
 
 
 @check("integrity")
 async def longer(subject: Subject) -> None:
     """A value with bytes behind its end is a miss, or right; nothing beyond is written."""
-    async with _saved(subject, "longer", 3) as saved:
-        frames = await _frames(subject, saved)
-        for key, data, more in zip(saved.keys, frames, (1, 4096, 5000), strict=True):
+    async with _saved(subject, "longer", 3) as (store, blocks, keys):
+        frames = await _frames(subject, store, keys)
+        for key, data, more in zip(keys, frames, (1, 4096, 5000), strict=True):
             try:
-                await subject.poke(saved.store.inner, key, data + b"\xa5" * more)
+                await subject.poke(store.inner, key, data + b"\xa5" * more)
             except Unsupported:
-                await subject.corrupt(saved.store.inner, key, 0)
-        await _expect_misses(saved, "a value longer than written")
+                await subject.corrupt(store.inner, key, 0)
+        await _expect_misses(store, blocks, keys, "a value longer than written")
 
 
 @check("integrity")
 async def swapped(subject: Subject) -> None:
     """Blocks that are swapped are misses: a sound block under another key is no hit."""
-    async with _saved(subject, "swapped", 2) as saved:
-        one, other = await _frames(subject, saved)
-        await subject.poke(saved.store.inner, saved.keys[0], other)
-        await subject.poke(saved.store.inner, saved.keys[1], one)
-        await _expect_misses(saved, "two blocks swapped")
+    async with _saved(subject, "swapped", 2) as (store, blocks, keys):
+        one, other = await _frames(subject, store, keys)
+        await subject.poke(store.inner, keys[0], other)
+        await subject.poke(store.inner, keys[1], one)
+        await _expect_misses(store, blocks, keys, "two blocks swapped")
 
 
 @check("integrity")
 async def older_generation(subject: Subject) -> None:
     """The bytes that a slot held before are a miss under the key that it holds now."""
-    async with _saved(subject, "older", 2) as saved:
-        old = await _frames(subject, saved)
-        await saved.store.delete(saved.keys)
-        newer = _Saved(saved.store, saved.blocks, saved.blocks.keys("newer", count=2))
-        await saved.store.save([saved.blocks.block(key) for key in newer.keys])
-        for key, data in zip(newer.keys, old, strict=True):
-            await subject.poke(saved.store.inner, key, data)
-        await _expect_misses(newer, "an older generation")
+    async with _saved(subject, "older", 2) as (store, blocks, keys):
+        old = await _frames(subject, store, keys)
+        await store.delete(keys)
+        newer = blocks.keys("newer", count=2)
+        await store.save([blocks.block(key) for key in newer])
+        for key, data in zip(newer, old, strict=True):
+            await subject.poke(store.inner, key, data)
+        await _expect_misses(store, blocks, newer, "an older generation")
 
 
 @check("integrity")
 async def future_format(subject: Subject) -> None:
     """A frame of a future format version, sound by its own rules, is a miss."""
-    async with _saved(subject, "future", 0) as saved:
-        keys = saved.blocks.keys(count=2)
+    async with _saved(subject, "future", 0) as (store, blocks, _):
+        keys = blocks.keys(count=2)
         with patch.object(frame, "FORMAT_VERSION", FORMAT_VERSION + 1):
-            await saved.store.save([saved.blocks.block(key) for key in keys])
-        await _expect_misses(_Saved(saved.store, saved.blocks, keys), "a future format")
+            await store.save([blocks.block(key) for key in keys])
+        await _expect_misses(store, blocks, keys, "a future format")
 
 
 @check("integrity")
@@ -175,25 +170,25 @@ async def garbage(subject: Subject) -> None:
     """Bytes at random, zeros, and another store's values are misses."""
     chance = random.Random(subject.seed)
     size = BlockMaker.frame_nbytes
-    async with _saved(subject, "garbage", 3) as saved:
+    async with _saved(subject, "garbage", 3) as (store, blocks, keys):
         for key, data in zip(
-            saved.keys, (chance.randbytes(size), bytes(size), b"\xff" * size), strict=True
+            keys, (chance.randbytes(size), bytes(size), b"\xff" * size), strict=True
         ):
-            await subject.poke(saved.store.inner, key, data)
-        await _expect_misses(saved, "garbage")
+            await subject.poke(store.inner, key, data)
+        await _expect_misses(store, blocks, keys, "garbage")
 
 
 @check("integrity")
 async def one_of_many(subject: Subject) -> None:
     """A bad block of a batch ends the run there; those before are right, those after stay."""
-    async with _saved(subject, "one of many", 6) as saved:
-        await subject.corrupt(saved.store.inner, saved.keys[3], 1000)
-        into = saved.blocks.buffers(6)
-        loaded = await saved.store.load(saved.keys, into)
+    async with _saved(subject, "one of many", 6) as (store, blocks, keys):
+        await subject.corrupt(store.inner, keys[3], 1000)
+        into = blocks.buffers(6)
+        loaded = await store.load(keys, into)
         demand(loaded == 3, f"with the fourth of six bad, load said {loaded}")
         demand(
-            all(map(saved.blocks.holds, into, saved.keys[:3])),
+            all(map(blocks.holds, into, keys[:3])),
             "a good block before a bad one is wrong",
         )
-        found = [await saved.store.lookup([key]) for key in saved.keys]
+        found = [await store.lookup([key]) for key in keys]
         demand(found == [1, 1, 1, 0, 1, 1], f"after one bad block of six, lookups say {found}")

@@ -121,9 +121,7 @@ async def any_bytes(subject: Subject) -> None:
 @check("keys")
 async def keys_are_not_copied(subject: Subject) -> None:
     """A block's key is taken from the block, not from its content or tokens."""
-    blocks = subject.blocks("same content")
-    one, other = blocks.keys(count=2)
-    async with subject.opened() as store:
+    async with subject.prepared("same content", 2) as (store, blocks, (one, other)):
         data = blocks.block(one, nbytes=4096).data
         await store.save([StoredBlock(one, data, None, np.arange(16, dtype=np.int32))])
         demand(await store.lookup([other]) == 0, "equal content under another key is found")

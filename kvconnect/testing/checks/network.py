@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 
 from kvconnect.backend import Backend
 from kvconnect.backends.guard.store import GuardedBackend
@@ -28,13 +27,6 @@ from kvconnect.testing.faults.tcp_proxy import TcpProxy
 from kvconnect.testing.subject import Address, Subject, Unsupported
 
 
-@dataclass(frozen=True, slots=True)
-class _Proxied:
-    proxy: TcpProxy
-    store: GuardedBackend
-    blocks: BlockMaker
-
-
 def _proxy(subject: Subject) -> TcpProxy:
     if subject.address is None:
         raise Unsupported("the subject has no `address`: there is no network to fail")
@@ -42,7 +34,9 @@ def _proxy(subject: Subject) -> TcpProxy:
 
 
 @asynccontextmanager
-async def _proxied(subject: Subject, name: str) -> AsyncIterator[_Proxied]:
+async def _proxied(
+    subject: Subject, name: str
+) -> AsyncIterator[tuple[TcpProxy, GuardedBackend, BlockMaker]]:
     """Yields a store with three blocks, whose network still works."""
     blocks = subject.blocks("network", name)
     with _proxy(subject) as proxy:
@@ -54,15 +48,15 @@ async def _proxied(subject: Subject, name: str) -> AsyncIterator[_Proxied]:
                 raise Violation(
                     "make_via() made a store that does not use the address it was given"
                 )
-            yield _Proxied(proxy, store, blocks)
+            yield proxy, store, blocks
 
 
 async def _suffer(subject: Subject, name: str, fault: TcpFault) -> None:
-    async with _proxied(subject, name) as way:
-        way.proxy.set(fault)
-        await calls_in_time(way.store, way.blocks, subject.deadline_s, name)
-        way.proxy.heal()
-        await recovers(way.store, way.blocks, name, within_s=subject.patience_s)
+    async with _proxied(subject, name) as (proxy, store, blocks):
+        proxy.set(fault)
+        await calls_in_time(store, blocks, subject.deadline_s, name)
+        proxy.heal()
+        await recovers(store, blocks, name, within_s=subject.patience_s)
 
 
 @check("network")
@@ -191,13 +185,13 @@ async def _refuses(subject: Subject, proxy: TcpProxy, what: str) -> None:
 @check("network")
 async def close_while_frozen(subject: Subject) -> None:
     """The ``close()`` of a store returns in time with a stopped server and calls in flight."""
-    async with _proxied(subject, "close frozen") as way:
-        way.proxy.set(TcpFault(frozen=True))
-        keys = way.blocks.keys(count=3)
-        loading = asyncio.ensure_future(way.store.load(keys, way.blocks.buffers(3)))
+    async with _proxied(subject, "close frozen") as (proxy, store, blocks):
+        proxy.set(TcpFault(frozen=True))
+        keys = blocks.keys(count=3)
+        loading = asyncio.ensure_future(store.load(keys, blocks.buffers(3)))
         await asyncio.sleep(0.05)
         start = time.monotonic()
-        await way.store.close()
+        await store.close()
         took = time.monotonic() - start
         await asyncio.gather(loading, return_exceptions=True)
         # Draining has a deadline, and the store's own close has one.
@@ -210,14 +204,14 @@ async def close_while_frozen(subject: Subject) -> None:
 @check("network", limit_s=180)
 async def breaker(subject: Subject) -> None:
     """Calls without a server soon fail at once; when it is up again they soon succeed."""
-    async with _proxied(subject, "breaker") as way:
-        way.proxy.set(TcpFault(frozen=True))  # so that each call takes until its deadline
-        keys = way.blocks.keys(count=1)
+    async with _proxied(subject, "breaker") as (proxy, store, blocks):
+        proxy.set(TcpFault(frozen=True))  # so that each call takes until its deadline
+        keys = blocks.keys(count=1)
         quick = 0
         for _ in range(11):
             start = time.monotonic()
             await answer(
-                way.store.lookup(keys), subject.deadline_s, "a lookup while the server is gone"
+                store.lookup(keys), subject.deadline_s, "a lookup while the server is gone"
             )
             quick = quick + 1 if time.monotonic() - start < subject.deadline_s / 2 else 0
             if quick == 5:
@@ -225,8 +219,8 @@ async def breaker(subject: Subject) -> None:
         demand(
             quick == 5, "a server that does not answer costs every call its time: no breaker opens"
         )
-        way.proxy.heal()
-        await recovers(way.store, way.blocks, "breaker", within_s=subject.patience_s)
+        proxy.heal()
+        await recovers(store, blocks, "breaker", within_s=subject.patience_s)
 
 
 @check("network")

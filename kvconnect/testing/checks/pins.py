@@ -8,7 +8,6 @@ from math import inf
 from kvconnect.backend import Backend
 from kvconnect.errors import ConfigurationError
 from kvconnect.keys import BlockKey
-from kvconnect.testing.blocks import BlockMaker
 from kvconnect.testing.check import check, demand
 from kvconnect.testing.checks.contract import expect_stored
 from kvconnect.testing.checks.eviction import press, there
@@ -36,18 +35,12 @@ async def _pinned_until(store: Backend, key: BlockKey) -> float:
     return 0.0 if entry is None else entry.pinned_until
 
 
-def _small(subject: Subject, blocks: BlockMaker) -> Backend:
-    return subject.make_small(_SLOTS * blocks.frame_nbytes)
-
-
 @check("pins")
 async def refused_without(subject: Subject) -> None:
     """A backend that does not declare `pins` refuses to pin, by name."""
     if subject.capabilities().pins:
         return
-    blocks = subject.blocks("no pins")
-    key = blocks.key()
-    async with subject.opened() as store:
+    async with subject.prepared("no pins", 1) as (store, blocks, (key,)):
         await store.save([blocks.block(key)])
         try:
             answer = await store.pin([key], inf)
@@ -60,9 +53,7 @@ async def refused_without(subject: Subject) -> None:
 async def answers(subject: Subject) -> None:
     """The answer of `pin` is true for each pinned key, and `describe` shows the pin."""
     subject.require("pins")
-    blocks = subject.blocks("pin answers")
-    first, second, absent = blocks.keys(count=3)
-    async with subject.opened() as store:
+    async with subject.prepared("pin answers", 3) as (store, blocks, (first, second, absent)):
         await store.save(blocks.chain([first, second]))
         await _expect(store, [], inf, [])
         await _expect(store, [first, absent, second], inf, [True, False, True])
@@ -88,9 +79,7 @@ async def answers(subject: Subject) -> None:
 async def kept_in_a_full_store(subject: Subject) -> None:
     """The pinned blocks survive three times the capacity of others; unpinned, they are dropped."""
     subject.require("pins")
-    blocks = subject.blocks("pinned")
-    keys = blocks.keys(count=_CHAIN)
-    async with subject.opened(_small(subject, blocks)) as store:
+    async with subject.prepared("pinned", _CHAIN, slots=_SLOTS) as (store, blocks, keys):
         await store.save(blocks.chain(keys))
         await _expect(store, keys, inf, [True] * _CHAIN)
         await press(store, blocks, 3 * _SLOTS)
@@ -106,10 +95,8 @@ async def kept_in_a_full_store(subject: Subject) -> None:
 async def until_their_time(subject: Subject) -> None:
     """A pin ends at its time: then the blocks are dropped like others."""
     subject.require("pins")
-    blocks = subject.blocks("pin time")
-    keys = blocks.keys(count=_CHAIN)
     with ShiftedClock() as clock:
-        async with subject.opened(_small(subject, blocks)) as store:
+        async with subject.prepared("pin time", _CHAIN, slots=_SLOTS) as (store, blocks, keys):
             await store.save(blocks.chain(keys))
             await _expect(store, keys, time.time() + _HOUR_S, [True] * _CHAIN)
             await press(store, blocks, 3 * _SLOTS)
@@ -123,9 +110,7 @@ async def until_their_time(subject: Subject) -> None:
 async def within_their_share(subject: Subject) -> None:
     """Pins take a share of the capacity at most, in order; the rest still accepts new blocks."""
     subject.require("pins")
-    blocks = subject.blocks("pin share")
-    keys = blocks.keys(count=_SLOTS)
-    async with subject.opened(_small(subject, blocks)) as store:
+    async with subject.prepared("pin share", _SLOTS, slots=_SLOTS) as (store, blocks, keys):
         for key, block in zip(keys, blocks.chain(keys), strict=True):
             if await store.save([block]) and not all(await store.pin([key], inf)):
                 break
@@ -143,11 +128,10 @@ async def kept_past_their_ttl(subject: Subject) -> None:
     """A pinned block does not expire; it does once it is unpinned."""
     subject.require("pins")
     subject.require("expires")
-    blocks = subject.blocks("pin ttl")
-    keys = blocks.keys(count=2)
     ttl_s = subject.ttl_s or 60.0
+    expiring = subject.make_expiring(ttl_s)
     with ShiftedClock() as clock:
-        async with subject.opened(subject.make_expiring(ttl_s)) as store:
+        async with subject.prepared("pin ttl", 2, backend=expiring) as (store, blocks, keys):
             await store.save(blocks.chain(keys, tokens=[1]))
             await _expect(store, keys[:1], inf, [True])
             await subject.pass_time(clock, 1.5 * ttl_s)
@@ -164,9 +148,7 @@ async def durable_pins(subject: Subject) -> None:
     """The pins of a `durable` backend still hold after it was closed and made anew."""
     subject.require("pins")
     subject.require("durable")
-    blocks = subject.blocks("durable pins")
-    kept, ended = blocks.keys(count=2)
-    async with subject.opened() as store:
+    async with subject.prepared("durable pins", 2) as (store, blocks, (kept, ended)):
         await store.save(blocks.chain([kept, ended]))
         await _expect(store, [kept, ended], inf, [True, True])
         await _expect(store, [ended], None, [True])

@@ -7,7 +7,6 @@ import errno
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 
 from kvconnect.backends.guard.store import GuardedBackend
 from kvconnect.errors import KvConnectError
@@ -15,34 +14,31 @@ from kvconnect.testing.blocks import BlockMaker
 from kvconnect.testing.check import check, demand
 from kvconnect.testing.checks.contract import expect_stored
 from kvconnect.testing.checks.faults import answer, recovers
-from kvconnect.testing.faults.faulty_filesystem import FaultyFilesystem, FileOperation
-from kvconnect.testing.faults.small_filesystem import SmallFilesystem
+from kvconnect.testing.faults.faulty_filesystem import (
+    FaultyFilesystem,
+    FileOperation,
+    SmallFilesystem,
+)
 from kvconnect.testing.processes import children
 from kvconnect.testing.subject import Subject, Unsupported
 
 _DEADLINE_S = 5.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Shimmed:
-    store: GuardedBackend
-    files: FaultyFilesystem
-    blocks: BlockMaker
-
-
 @asynccontextmanager
-async def _shimmed(subject: Subject, name: str) -> AsyncIterator[_Shimmed]:
+async def _shimmed(
+    subject: Subject, name: str
+) -> AsyncIterator[tuple[GuardedBackend, FaultyFilesystem, BlockMaker]]:
     directory = subject.directory
     if directory is None:
         raise Unsupported("the subject has no `directory`: it keeps no files that could fail")
     with FaultyFilesystem(directory) as files:
         async with subject.guarded(_DEADLINE_S) as store:
-            yield _Shimmed(store, files, subject.blocks(name))
+            yield store, files, subject.blocks(name)
 
 
-async def _calls(shimmed: _Shimmed, what: str) -> None:
+async def _calls(store: GuardedBackend, blocks: BlockMaker, what: str) -> None:
     """Makes some calls with the fault set: clear results in time, no wrong or partial block."""
-    store, blocks = shimmed.store, shimmed.blocks
     for turn in range(3):
         old, new = blocks.keys("old", count=4), blocks.keys(what, turn, count=4)
         into = blocks.buffers(4)
@@ -54,17 +50,16 @@ async def _calls(shimmed: _Shimmed, what: str) -> None:
 
 async def _fails(subject: Subject, operation: FileOperation, number: int) -> None:
     what = f"{operation} fails with {errno.errorcode[number]}"
-    async with _shimmed(subject, what) as shimmed:
-        store, files, blocks = shimmed.store, shimmed.files, shimmed.blocks
+    async with _shimmed(subject, what) as (store, files, blocks):
         old = blocks.keys("old", count=4)
         await store.save(blocks.chain(old))
         files.fail(operation, number)
-        await _calls(shimmed, what)
+        await _calls(store, blocks, what)
         if not files.hits:
             raise Unsupported(f"the store makes no {operation} that the shim sees")
         files.heal()
         await recovers(store, blocks, what, within_s=subject.patience_s)
-        await _whole_or_absent(shimmed, what)
+        await _whole_or_absent(store, blocks, what)
         # The same blocks again: an earlier failure must not prevent the save.
         again = blocks.keys(what, 0, count=4)
         saved = await store.save(blocks.chain(again))
@@ -72,8 +67,7 @@ async def _fails(subject: Subject, operation: FileOperation, number: int) -> Non
         await expect_stored(store, blocks, again)
 
 
-async def _whole_or_absent(shimmed: _Shimmed, what: str) -> None:
-    store, blocks = shimmed.store, shimmed.blocks
+async def _whole_or_absent(store: GuardedBackend, blocks: BlockMaker, what: str) -> None:
     for key in [*blocks.keys("old", count=4), *blocks.keys(what, 0, count=4)]:
         (into,) = blocks.buffers(1)
         # A damaged frame would be dropped and counted; here none may be.
@@ -110,12 +104,11 @@ async def failing_open(subject: Subject) -> None:
 @check("resources")
 async def interrupted(subject: Subject) -> None:
     """Interrupts (EINTR) at reads and writes: results are right, or clear errors."""
-    async with _shimmed(subject, "interrupted") as shimmed:
-        store, files, blocks = shimmed.store, shimmed.files, shimmed.blocks
+    async with _shimmed(subject, "interrupted") as (store, files, blocks):
         await store.save(blocks.chain(blocks.keys("old", count=4)))
         for operation in ("read", "write"):
             files.fail(operation, errno.EINTR, times=1)
-            await _calls(shimmed, f"an interrupted {operation}")
+            await _calls(store, blocks, f"an interrupted {operation}")
         if not files.hits:
             raise Unsupported("the store makes no read or write that the shim sees")
         files.heal()
@@ -125,8 +118,7 @@ async def interrupted(subject: Subject) -> None:
 @check("resources")
 async def short_transfers(subject: Subject) -> None:
     """Reads and writes that move fewer bytes than requested are continued."""
-    async with _shimmed(subject, "short") as shimmed:
-        store, files, blocks = shimmed.store, shimmed.files, shimmed.blocks
+    async with _shimmed(subject, "short") as (store, files, blocks):
         files.short("write")
         keys = blocks.keys(count=6)
         saved = await store.save(blocks.chain(keys))
@@ -252,7 +244,7 @@ async def capacity_of_several(subject: Subject) -> None:
     subject.require("shared")
     nbytes = 64 << 10
     limit = 48 * nbytes
-    work = {"nbytes": nbytes, "batch": 4, "count": 160, "capacity": limit}
+    work = {"nbytes": nbytes, "batch": 4, "count": 96, "capacity": limit}
     found: list[float] = []
     async with subject.opened(subject.make_small(limit)) as store:
         await subject.usage(store)
@@ -276,12 +268,9 @@ async def capacity_of_several(subject: Subject) -> None:
 @check("resources")
 async def too_large(subject: Subject) -> None:
     """A block that cannot fit is refused quickly, and no other block is dropped for it."""
-    blocks = subject.blocks("too large")
-    limit = 40 * blocks.frame_nbytes
-    keys = blocks.keys(count=80)
-    async with subject.opened(subject.make_small(limit)) as store:
+    async with subject.prepared("too large", 80, slots=40) as (store, blocks, keys):
         try:
-            huge = blocks.block(blocks.key("huge"), nbytes=2 * limit)
+            huge = blocks.block(blocks.key("huge"), nbytes=80 * blocks.frame_nbytes)
             saved = await asyncio.wait_for(store.save([huge]), _DEADLINE_S)
             demand(saved == 0, "a block larger than the store was stored, it says")
         except KvConnectError:

@@ -1,4 +1,8 @@
-"""A shim between Python and the files below one directory: errors and short transfers on demand."""
+"""File systems that fail on demand: a shim that makes errors and short transfers, and a small one.
+
+The shim is between Python and the files below one directory. The small file system can be filled
+and made read-only; that needs root.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +10,16 @@ import _pyio  # type: ignore[import-not-found]  # typeshed leaves it out
 import builtins
 import io
 import os
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 from unittest.mock import patch
+
+from kvconnect.testing.subject import Unsupported
 
 FileOperation = Literal["open", "read", "write", "sync"]
 
@@ -169,3 +177,41 @@ class FaultyFilesystem:
             return buffered if "b" in mode else io.TextIOWrapper(buffered, *rest, **options)
 
         return call
+
+
+class SmallFilesystem:
+    """Mounts a tmpfs of `nbytes` at `path` within the context.
+
+    Raises:
+        Unsupported: it cannot be mounted here.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+        self.path = Path()
+
+    def make_read_only(self) -> None:
+        """Makes it read-only; no file of it may be open."""
+        _run("mount", "-o", "remount,ro", str(self.path))
+
+    def __enter__(self) -> Self:
+        self.path = Path(tempfile.mkdtemp(prefix="kvconnect-kit-"))
+        try:
+            _run("mount", "-t", "tmpfs", "-o", f"size={self._nbytes}", "tmpfs", str(self.path))
+        except BaseException:
+            self.path.rmdir()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _run("umount", "-l", str(self.path))
+        self.path.rmdir()
+
+
+def _run(*command: str) -> None:
+    try:
+        made = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
+    except FileNotFoundError as error:
+        raise Unsupported(f"cannot mount a small file system: {error}") from error
+    if made.returncode:
+        raise Unsupported(f"cannot mount a small file system: {made.stderr.strip()}")

@@ -26,8 +26,6 @@ from kvconnect.errors import ConfigurationError
 from kvconnect_bench.options import crossover, engines, identity, serve, transfer
 from kvconnect_bench.peer_python import add_peer_python
 
-__all__ = ["add_benchmarks"]
-
 
 def add_benchmarks(benchmarks: Subparsers) -> None:
     """Adds the subcommands of all benchmarks of this package."""

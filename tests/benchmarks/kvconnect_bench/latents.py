@@ -22,8 +22,6 @@ from kvconnect.engine.model.pages import LayerPages
 from kvconnect.engine.model.scores import AttentionInput
 from kvconnect.layout import KvCacheLayout
 
-__all__ = ["bench_latents"]
-
 _RANK, _ROPE, _NOPE, _VALUE = 512, 64, 128, 128
 _BLOCK = 64
 

@@ -8,8 +8,6 @@ from typing import Any
 
 from kvconnect.errors import ConfigurationError
 
-__all__ = ["add_peer_python", "require_peer_python"]
-
 
 def add_peer_python(parser: argparse.ArgumentParser, what: str, **more: Any) -> None:
     """Adds ``--peer-python``, the interpreter of an environment with `what`."""

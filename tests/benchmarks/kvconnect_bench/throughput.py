@@ -16,8 +16,6 @@ from kvconnect.bench.workload import random_prompt
 from kvconnect_bench.blocks.party import Party
 from kvconnect_bench.peer_python import require_peer_python
 
-__all__ = ["ThroughputPlan", "throughput"]
-
 _PEER = "kvconnect_bench.peers.vllm_engine"
 
 

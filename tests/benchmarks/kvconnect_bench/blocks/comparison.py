@@ -12,8 +12,6 @@ from kvconnect_bench.blocks.party import Party
 from kvconnect_bench.blocks.peers import OWN, Field
 from kvconnect_bench.blocks.plan import BlocksPlan
 
-__all__ = ["Tell", "compare", "growth", "memory"]
-
 Tell = Callable[[str], None]
 """Receives a sentence about what is being measured."""
 

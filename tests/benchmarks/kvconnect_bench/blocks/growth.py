@@ -10,8 +10,6 @@ import numpy as np
 from kvconnect_bench.blocks.own_cache import OwnCache
 from kvconnect_bench.blocks.traffic import BLOCK, TokenIds, cached, fresh, serve_one, settle
 
-__all__ = ["by_cached_blocks", "by_tokens"]
-
 _BATCH = 200
 _REQUEST_BLOCKS = 32
 

@@ -15,8 +15,6 @@ from kvconnect.cache.block_manager import BlockManager
 from kvconnect_bench.blocks.own_cache import make_chain, make_manager
 from kvconnect_bench.blocks.traffic import BLOCK, TokenIds
 
-__all__ = ["bookkeeping"]
-
 _CONTINUATIONS = 4
 _TOKEN_NBYTES = 4
 _KEY_NBYTES = 32

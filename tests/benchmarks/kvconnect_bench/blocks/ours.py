@@ -8,8 +8,6 @@ from kvconnect_bench.blocks.memory import bookkeeping
 from kvconnect_bench.blocks.own_cache import OwnCache, hash_seconds_per_block
 from kvconnect_bench.blocks.worker import serve, take_stdout, workloads
 
-__all__ = ["main"]
-
 
 def main() -> None:
     """Serves kvconnect's workloads until standard input ends."""

@@ -15,8 +15,6 @@ from kvconnect.keys import KeyChain, Namespace, root_key
 from kvconnect.tokens import TokenBuffer
 from kvconnect_bench.blocks.traffic import BLOCK, TokenIds
 
-__all__ = ["OwnCache", "hash_seconds_per_block", "make_chain", "make_manager"]
-
 _LAYOUT = KvCacheLayout(1, 1, 1, 1, BLOCK, torch.float16)
 """The smallest layout: the block manager's work does not depend on what a block holds."""
 

@@ -13,8 +13,6 @@ from typing import Any, Self
 
 from kvconnect.errors import KvConnectError
 
-__all__ = ["Party", "PartyFailed"]
-
 _BENCHMARKS = Path(__file__).resolve().parents[2]
 _PATH = (_BENCHMARKS, _BENCHMARKS.parents[1] / ".ci" / "editable")
 """The folders of `kvconnect_bench` and `kvconnect`, which hold nothing else."""

@@ -11,8 +11,6 @@ from typing import NamedTuple
 from kvconnect_bench.blocks.party import Party, PartyFailed
 from kvconnect_bench.peer_python import require_peer_python
 
-__all__ = ["OWN", "Field", "open_field"]
-
 OWN = "kvconnect"
 
 

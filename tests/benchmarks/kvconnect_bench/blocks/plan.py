@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from kvconnect.errors import ConfigurationError
 
-__all__ = ["BlocksPlan"]
-
 
 @dataclass(frozen=True, slots=True)
 class BlocksPlan:

@@ -11,8 +11,6 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["BLOCK", "Cache", "cached", "fresh", "mixed", "serve_one", "settle"]
-
 BLOCK = 16
 """The tokens of a block."""
 

@@ -11,8 +11,6 @@ from typing import Any, TextIO
 
 from kvconnect_bench.blocks.traffic import BLOCK, Cache, cached, fresh, mixed
 
-__all__ = ["MakeCache", "methods", "serve", "take_stdout", "workloads"]
-
 MakeCache = Callable[[int], Cache]
 """Makes an empty cache of so many blocks."""
 

@@ -10,8 +10,6 @@ from torch import Tensor
 from kvconnect.backend import Backend, Capabilities, StoredBlock
 from kvconnect.keys import BlockKey
 
-__all__ = ["BucketStore"]
-
 # A shorter sleep takes longer than it should.
 _SHORTEST_S = 0.002
 

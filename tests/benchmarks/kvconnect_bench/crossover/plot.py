@@ -7,8 +7,6 @@ from pathlib import Path
 
 from kvconnect_bench.crossover.plan import Cell
 
-__all__ = ["write_plot"]
-
 _CURVES = {
     "computed": ("#a4243b", "computed, no store"),
     "loaded": ("#1b6ca8", "loaded, computing nothing meanwhile"),

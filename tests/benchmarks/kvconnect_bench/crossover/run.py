@@ -26,8 +26,6 @@ from kvconnect.tokens import TokenArray
 from kvconnect_bench.crossover.bucket_store import BucketStore
 from kvconnect_bench.crossover.plan import Cell, Crossover, CrossoverPlan
 
-__all__ = ["crossover", "figures_of"]
-
 Tell = Callable[[str], None]
 
 _ONE = SamplingParams(max_tokens=1, ignore_eos=True)

@@ -26,8 +26,6 @@ from kvconnect.trace import Event, metrics
 from kvconnect_bench.servers.mortal import SERVERS, Death, MortalServer
 from kvconnect_bench.servers.plain_s3 import any_credentials
 
-__all__ = ["DeadPlan", "Toll", "dead_stores", "figures_of", "measure_death", "told_of"]
-
 Tell = Callable[[str], None]
 
 _FEW = SamplingParams(max_tokens=2, ignore_eos=True)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["CONNECTORS", "OURS", "TIERS", "EnginesPlan"]
-
 CONNECTORS = ("none", "KvConnect", "KvConnectTier", "fs", "ExampleConnector", "LMCache")
 """The connectors: none, kvconnect's and its tier, vLLM's own tier and its example, LMCache's."""
 

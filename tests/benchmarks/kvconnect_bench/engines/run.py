@@ -25,8 +25,6 @@ from kvconnect_bench.blocks.party import Party, PartyFailed
 from kvconnect_bench.engines.plan import OURS, TIERS, EnginesPlan
 from kvconnect_bench.peer_python import require_peer_python
 
-__all__ = ["bench_engines", "started_engine"]
-
 _PEER = "kvconnect_bench.peers.vllm_connectors"
 _WARM_UP = 100
 _BLOCK = 32

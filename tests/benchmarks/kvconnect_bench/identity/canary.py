@@ -14,8 +14,6 @@ from kvconnect.integrations.transformers import PromptCache
 from kvconnect_bench.identity.plan import IdentityPlan
 from kvconnect_bench.identity.weights import load, timed
 
-__all__ = ["canary"]
-
 _STEPS = 16
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["PARTS", "IdentityPlan"]
-
 PARTS = ("weights", "canary", "wire", "vllm")
 """The names of the parts, in the order in which they are measured."""
 

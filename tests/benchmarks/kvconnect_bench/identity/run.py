@@ -13,8 +13,6 @@ from kvconnect_bench.identity.weights import weights
 from kvconnect_bench.transfer.plan import TransferPlan
 from kvconnect_bench.transfer.run import bench_transfer
 
-__all__ = ["bench_identity"]
-
 
 def bench_identity(
     model: Path, scratch: Path, plan: IdentityPlan, tell: Callable[[str], object]

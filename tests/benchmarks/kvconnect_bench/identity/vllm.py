@@ -17,8 +17,6 @@ from kvconnect_bench.identity.plan import IdentityPlan
 from kvconnect_bench.peer_python import require_peer_python
 from kvconnect_bench.transfer.pulls import turns
 
-__all__ = ["watch_in_vllm"]
-
 _STEPS = 128
 
 

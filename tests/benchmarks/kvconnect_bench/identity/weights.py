@@ -19,8 +19,6 @@ from kvconnect.digest.memory import content_of_tensors, module_tensors
 from kvconnect.integrations.transformers.identity import identify
 from kvconnect_bench.identity.plan import IdentityPlan
 
-__all__ = ["load", "timed", "weights"]
-
 T = TypeVar("T")
 
 _PAGE = 4096

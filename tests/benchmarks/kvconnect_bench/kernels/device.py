@@ -22,8 +22,6 @@ from kvconnect.kernels.cuda.compile.sources import CompiledPart
 from kvconnect.kernels.cuda.driver.streams import copy_streams
 from kvconnect.kernels.pinned import PinnedPool
 
-__all__ = ["device_figures"]
-
 _KIB, _MIB = 1 << 10, 1 << 20
 _WITHIN_NBYTES = 512 * _MIB  # far beyond any second-level cache
 _LINK_NBYTES = 256 * _MIB

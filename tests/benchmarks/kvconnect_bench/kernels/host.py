@@ -20,8 +20,6 @@ from kvconnect.kernels.quantized_payload import LIMITS, quantize_payload, quanti
 from kvconnect.kernels.update import kv_cache_update, reshape_and_cache
 from kvconnect.layout import KvCacheLayout
 
-__all__ = ["host_figures"]
-
 _KIB = 1024
 _RUNS = (512, 4 * _KIB, 16 * _KIB, 64 * _KIB, 256 * _KIB, 2048 * _KIB)
 _TOKENS, _HEADS = 16, 2

@@ -10,8 +10,6 @@ from kvconnect.bench.report import Figure
 from kvconnect_bench.kernels.device import device_figures
 from kvconnect_bench.kernels.host import host_figures
 
-__all__ = ["SKIPPED", "kernels"]
-
 SKIPPED = (
     "no CUDA device here: copies on a device and over the host link, quantising on a device, the "
     "slowdown of GEMMs and compile times were skipped"

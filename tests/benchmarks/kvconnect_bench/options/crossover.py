@@ -15,8 +15,6 @@ from kvconnect.errors import ConfigurationError
 from kvconnect.simulate.plot import check_plot
 from kvconnect_bench.crossover.plan import CrossoverPlan
 
-__all__ = ["add_options", "measure"]
-
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of ``bench crossover``."""
@@ -63,13 +61,13 @@ def measure(arguments: argparse.Namespace) -> Sequence[Figure]:
     if arguments.plot is not None:
         check_plot(arguments.plot)
     plan = CrossoverPlan(
-        rates=_numbers("--store-speeds", arguments.store_speeds),
+        rates=numbers_of("--store-speeds", arguments.store_speeds),
         first_byte_ms=tuple(
             1000 * parse_duration(one, field="--latencies", zero=True)
             for one in arguments.latencies.split(",")
         ),
-        prompts=tuple(map(int, _numbers("--prompts", arguments.prompts, least=64))),
-        users=tuple(map(int, _numbers("--users", arguments.users, least=1))),
+        prompts=tuple(map(int, numbers_of("--prompts", arguments.prompts, least=64))),
+        users=tuple(map(int, numbers_of("--users", arguments.users, least=1))),
         **picked(
             arguments,
             *("users_prompt", "prefix_users", "prefix_tokens", "repeats", "max_num_tokens"),
@@ -82,7 +80,12 @@ def measure(arguments: argparse.Namespace) -> Sequence[Figure]:
     return figures_of(measured)
 
 
-def _numbers(option: str, given: str, least: float | None = None) -> tuple[float, ...]:
+def numbers_of(option: str, given: str, least: float | None = None) -> tuple[float, ...]:
+    """Returns the numbers in `given`: above 0, or `least` at least.
+
+    Raises:
+        ConfigurationError: they are not; the message names `option`.
+    """
     try:
         numbers = tuple(map(float, given.split(",")))
     except ValueError:

@@ -12,8 +12,6 @@ from kvconnect.cli.commands.bench import add_model_options
 from kvconnect_bench.engines.plan import CONNECTORS, EnginesPlan
 from kvconnect_bench.peer_python import add_peer_python
 
-__all__ = ["add_options", "measure"]
-
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of ``bench engines``."""

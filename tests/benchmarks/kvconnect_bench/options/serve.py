@@ -18,8 +18,6 @@ from kvconnect.errors import ConfigurationError, MissingExtra
 if TYPE_CHECKING:
     from kvconnect_bench.serve.workload import Workload
 
-__all__ = ["add_options", "measure"]
-
 _COUNTS = ("requests", "prefixes", "chats", "turns", "suffix_tokens", "max_tokens", "concurrency")
 
 

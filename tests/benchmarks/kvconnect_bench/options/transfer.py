@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,9 +18,8 @@ from kvconnect.cli.command import (
     tell,
 )
 from kvconnect.errors import ConfigurationError
+from kvconnect_bench.options.crossover import numbers_of
 from kvconnect_bench.transfer.plan import PARTS, TRANSPORTS, TransferPlan
-
-__all__ = ["add_options", "measure"]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -76,18 +74,8 @@ def measure(arguments: argparse.Namespace) -> Sequence[Figure]:
         transports=chosen("--transports", arguments.transports, TRANSPORTS),
         total_nbytes=total,
         piece_nbytes=piece,
-        rates_gbit=_rates(arguments.rates),
+        rates_gbit=numbers_of("--rates", arguments.rates),
         **picked(arguments, "rounds", "prompt_tokens", "requests", "idle_s"),
     )
     with tempfile.TemporaryDirectory(dir=arguments.directory) as name:
         return bench_transfer(arguments.model, Path(name), plan, tell)
-
-
-def _rates(given: str) -> tuple[float, ...]:
-    try:
-        rates = tuple(float(rate) for rate in given.split(","))
-    except ValueError:
-        rates = ()
-    if not rates or not all(0 < rate < math.inf for rate in rates):
-        raise ConfigurationError(f"--rates {given}: give numbers > 0, in Gbit/s")
-    return rates

@@ -20,8 +20,6 @@ import numpy as np
 
 from kvconnect_bench.blocks.worker import serve, take_stdout
 
-__all__ = ["main"]
-
 _LOOKUPS = 16
 _TIMEOUT_S = 120.0
 _PARTS = ("", "kv_bytes", "metadata")  # suffixes that its clients for Redis add to a key

@@ -25,8 +25,6 @@ from kvconnect_bench.peers.s3_reads import bench_reads
 from kvconnect_bench.servers.plain_s3 import any_credentials, plain_server
 from kvconnect_bench.store.floor_s3 import open_floor, values_per_object
 
-__all__ = ["bench_boto3"]
-
 _BUCKET = "bench"
 
 

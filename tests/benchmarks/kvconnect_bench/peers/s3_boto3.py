@@ -11,8 +11,6 @@ from kvconnect.backends.s3.settings import S3Settings
 from kvconnect.bench.store.floor import seconds_on_threads
 from kvconnect.bench.store.payloads import Payloads
 
-__all__ = ["Boto3"]
-
 
 class Boto3:
     """A boto3 client alone, with objects of `step` values each. Blocks; thread-safe.

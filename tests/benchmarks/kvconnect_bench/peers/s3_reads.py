@@ -23,8 +23,6 @@ from kvconnect.bench.store.payloads import Payloads, StorePlan
 from kvconnect_bench.peers.s3_boto3 import Boto3
 from kvconnect_bench.store.floor_s3 import S3Floor, open_floor, values_per_object
 
-__all__ = ["bench_reads"]
-
 _DEADLINE_S = 120.0
 
 

@@ -11,8 +11,6 @@ import numpy as np
 from kvconnect_bench.blocks.traffic import BLOCK, TokenIds
 from kvconnect_bench.blocks.worker import serve, take_stdout, workloads
 
-__all__ = ["main"]
-
 _TREE = "sglang.srt.mem_cache"
 
 

@@ -13,8 +13,6 @@ import numpy as np
 from kvconnect_bench.blocks.traffic import BLOCK, TokenIds
 from kvconnect_bench.blocks.worker import serve, take_stdout, workloads
 
-__all__ = ["main"]
-
 
 class VllmCache:
     """A `KVCacheManager` of one full-attention group, as vLLM's scheduler drives it.

@@ -22,8 +22,6 @@ from kvconnect_bench.blocks.worker import methods, serve, take_stdout
 from kvconnect_bench.engines.plan import OURS, TIERS
 from kvconnect_bench.peers.vllm_engine import set_up_vllm
 
-__all__ = ["main"]
-
 _CHECKOUT = Path(__file__).resolve().parents[4]
 _HOST_NBYTES = 512 << 20
 _TIMED_CALLS = 1000

@@ -10,8 +10,6 @@ from typing import Any
 
 from kvconnect_bench.blocks.worker import methods, serve, take_stdout
 
-__all__ = ["main", "set_up_vllm"]
-
 
 class VllmEngine:
     """An `LLM` of vLLM with default settings, but without reuse of prefixes."""

@@ -14,8 +14,6 @@ import httpx2
 
 from kvconnect.errors import KvConnectError
 
-__all__ = ["Client", "Measured", "RequestFailed"]
-
 
 class RequestFailed(KvConnectError):
     """The server answered with an error, or with no tokens."""

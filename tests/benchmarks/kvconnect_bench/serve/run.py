@@ -13,8 +13,6 @@ from kvconnect.bench.report import Figure
 from kvconnect_bench.serve.client import Client, Measured
 from kvconnect_bench.serve.workload import Workload
 
-__all__ = ["Target", "measure"]
-
 _PERCENTILES = (50, 95, 99)
 
 

@@ -10,8 +10,6 @@ from pathlib import Path
 
 from kvconnect.errors import KvConnectError
 
-__all__ = ["ServerFailed", "started_server"]
-
 MODEL_NAME = "bench"
 
 

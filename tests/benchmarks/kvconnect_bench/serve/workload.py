@@ -12,8 +12,6 @@ import numpy as np
 
 from kvconnect_bench.serve.client import Client, Measured
 
-__all__ = ["Chats", "SharedPrefixes", "Workload"]
-
 _LETTERS = np.frombuffer(b"abcdefghijklmnopqrstuvwxyz     ", np.uint8)
 
 

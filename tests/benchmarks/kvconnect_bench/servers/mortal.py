@@ -23,8 +23,6 @@ from kvconnect.testing.faults.tcp_fault import TcpFault
 from kvconnect.testing.faults.tcp_proxy import TcpProxy
 from kvconnect_bench.servers import plain_s3
 
-__all__ = ["SERVERS", "Death", "MortalRedis", "MortalS3", "MortalServer"]
-
 _START_S = 10.0
 
 

@@ -19,8 +19,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-__all__ = ["any_credentials", "plain_server"]
-
 _RANGE = re.compile(rb"\r\nrange: bytes=(\d+)-(\d*)", re.IGNORECASE)
 _LENGTH = re.compile(rb"\r\ncontent-length: (\d+)", re.IGNORECASE)
 _DATE = b"Date: Thu, 01 Jan 2026 00:00:00 GMT\r\n"

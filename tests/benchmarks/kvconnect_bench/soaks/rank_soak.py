@@ -13,16 +13,13 @@ from typing import TYPE_CHECKING
 from kvconnect.errors import RankLost
 from kvconnect.testing.check import demand
 from kvconnect.testing.checks.end_to_end import model
-from kvconnect.testing.faults.tcp_fault import TcpFault, garbage
 from kvconnect.testing.faults.tcp_proxy import TcpProxy
 from kvconnect.testing.subject import Address, Subject
-from kvconnect_bench.soaks.soak import Soak, SoakReport
+from kvconnect_bench.soaks.soak import Soak, SoakReport, random_fault
 
 if TYPE_CHECKING:
     from kvconnect.engine.llm import LLM
     from kvconnect.request import SamplingParams
-
-__all__ = ["soak_ranks"]
 
 _ROUNDS_PER_OPENING = 6
 _PROMPTS = 24
@@ -101,7 +98,7 @@ class _RankSoak(Soak):
         kind = self.random.choice(kinds)
         self.fault = f"a rank is {kind}" if kind in {"stopped", "killed"} else kind
         if kind == "network" and proxy is not None:
-            fault = self._network_fault()
+            fault = random_fault(self.random)
             self.fault = repr(fault)
             proxy.set(fault)
             self._answers(llm)
@@ -115,19 +112,6 @@ class _RankSoak(Soak):
                 self._answers(llm)
         self._answers(llm)
         return True
-
-    def _network_fault(self) -> TcpFault:
-        return self.random.choice(
-            [
-                TcpFault(refused=True),
-                TcpFault(black_hole=True),
-                TcpFault(frozen=True),
-                TcpFault(half_open=True),
-                TcpFault(reset_after=self.random.randrange(1, 50_000)),
-                TcpFault(delay_s=0.3),
-                TcpFault(rewrite=garbage(self.random.randrange(1 << 30))),
-            ]
-        )
 
     def _kill(self, llm: LLM) -> None:
         handles = [llm.submit(one) for one in self._prompts[:3]]

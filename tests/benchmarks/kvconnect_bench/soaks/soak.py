@@ -30,8 +30,6 @@ from kvconnect.testing.faults.tcp_proxy import TcpProxy
 from kvconnect.testing.processes.usage import descriptors, resident_nbytes
 from kvconnect.testing.subject import Address, Subject
 
-__all__ = ["Soak", "SoakReport", "soak"]
-
 _DEADLINE_S = 1.0
 _CLIENTS = 4
 _KEYS = 200
@@ -177,21 +175,7 @@ class _StoreSoak(Soak):
         ]
         kind = chance.choice(kinds)
         if kind == "network" and proxy is not None:
-            at = chance.randrange(1, 200_000)
-            fault = chance.choice(
-                [
-                    TcpFault(refused=True),
-                    TcpFault(black_hole=True),
-                    TcpFault(frozen=True),
-                    TcpFault(half_open=True),
-                    TcpFault(reset_after=at),
-                    TcpFault(bytes_per_s=1),
-                    TcpFault(delay_s=0.5),
-                    TcpFault(rewrite=garbage(at)),
-                    TcpFault(rewrite=shorter(at, 3)),
-                    TcpFault(rewrite=longer(at, 3)),
-                ]
-            )
+            fault = random_fault(chance)
             self.fault = repr(fault)
             proxy.set(fault)
         elif kind == "files" and files is not None:
@@ -238,6 +222,25 @@ class _StoreSoak(Soak):
         demand(all(map(blocks.holds, into, keys[: loaded or 0])), "a wrong block was a hit")
         self.counts["blocks loaded"] += loaded or 0
         return loaded
+
+
+def random_fault(chance: random.Random) -> TcpFault:
+    """Returns a fault of a network, of any kind."""
+    at = chance.randrange(1, 200_000)
+    return chance.choice(
+        [
+            TcpFault(refused=True),
+            TcpFault(black_hole=True),
+            TcpFault(frozen=True),
+            TcpFault(half_open=True),
+            TcpFault(reset_after=at),
+            TcpFault(bytes_per_s=1),
+            TcpFault(delay_s=0.5),
+            TcpFault(rewrite=garbage(at)),
+            TcpFault(rewrite=shorter(at, 3)),
+            TcpFault(rewrite=longer(at, 3)),
+        ]
+    )
 
 
 def _expect_no_leak(used: Sequence[tuple[int, int]]) -> None:

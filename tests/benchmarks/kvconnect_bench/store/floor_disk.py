@@ -16,8 +16,6 @@ from kvconnect.bench.store.floor import Floor, median_seconds, seconds_on_thread
 from kvconnect.bench.store.payloads import Payloads
 from kvconnect.errors import ConfigurationError
 
-__all__ = ["DiskFloor"]
-
 _THREADS = (1, 2, 4)
 
 

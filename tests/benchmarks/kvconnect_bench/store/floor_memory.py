@@ -9,8 +9,6 @@ import numpy as np
 from kvconnect.bench.store.floor import Floor, median_seconds, seconds_on_threads
 from kvconnect.bench.store.payloads import Payloads
 
-__all__ = ["MemoryFloor", "dict_lookup_seconds"]
-
 
 class MemoryFloor(Floor):
     """Copies between two places of memory that were touched before, on one thread or two."""

@@ -12,8 +12,6 @@ from kvconnect.backends.disk.files.direct_io import view
 from kvconnect.bench.store.floor import Floor, median_seconds, seconds_of
 from kvconnect.bench.store.payloads import Payloads
 
-__all__ = ["RedisFloor"]
-
 _WINDOWS = (1, 2)
 _LOCAL_SEND_NBYTES = 208 << 10  # faster than the system's default between processes of one host
 

@@ -24,8 +24,6 @@ from kvconnect.bench.store.payloads import Payloads, StorePlan
 from kvconnect.errors import BackendUnavailable
 from kvconnect_bench.store.floor_memory import dict_lookup_seconds
 
-__all__ = ["S3Floor", "open_floor", "values_per_object"]
-
 _CONNECTIONS = (1, 2, 4)
 _HEAD_NBYTES = 64 << 10
 _LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)\r\n", re.IGNORECASE)

@@ -11,8 +11,6 @@ from kvconnect_bench.store.floor_disk import DiskFloor
 from kvconnect_bench.store.floor_memory import MemoryFloor
 from kvconnect_bench.store.floor_redis import RedisFloor
 
-__all__ = ["make_floor"]
-
 
 def make_floor(url: str, store: Backend, payloads: Payloads) -> Floor | None:
     """Returns the floor of an open `store`, or ``None`` if there is none for its kind."""

@@ -13,8 +13,6 @@ from kvconnect.bench.store.report import StoreFigure
 from kvconnect_bench.blocks.party import Party, PartyFailed
 from kvconnect_bench.peer_python import require_peer_python
 
-__all__ = ["bench_peer"]
-
 _MODULE = "kvconnect_bench.peers.lmcache"
 
 

@@ -21,8 +21,6 @@ from kvconnect.engine.request.output import StreamChunk
 from kvconnect.trace import Event, metrics
 from kvconnect_bench.blocks.worker import methods, serve, take_stdout
 
-__all__ = ["EngineParty"]
-
 _ANSWER = SamplingParams(max_tokens=8, ignore_eos=True)
 _PREFILL = SamplingParams(max_tokens=0)
 _PATIENCE_S = 60.0

@@ -15,8 +15,6 @@ from kvconnect.transfer.reads import Runs
 from kvconnect.transfer.regions import Region
 from kvconnect.transfer.tcp.stream import Stream
 
-__all__ = ["BareStream", "NotAllowed", "PlainSocket", "plain_read", "process_read"]
-
 _VECTORS = 1024  # IOV_MAX of Linux
 
 

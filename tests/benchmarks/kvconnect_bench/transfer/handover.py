@@ -14,8 +14,6 @@ from kvconnect_bench.blocks.party import Party
 from kvconnect_bench.transfer.plan import TransferPlan
 from kvconnect_bench.transfer.pulls import PullPair, turns
 
-__all__ = ["Handover", "figures_of", "hand_over"]
-
 _MODULE = "kvconnect_bench.transfer.engine_party"
 _WARM_UPS = 3
 

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 from kvconnect.errors import KvConnectError
 
-__all__ = ["DEVICE", "LinkRefused", "ShapedLink", "shaped_link"]
-
 DEVICE = "veth0"
 """The network device of both sides."""
 

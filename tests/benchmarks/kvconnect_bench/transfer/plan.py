@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["PARTS", "TRANSPORTS", "TransferPlan"]
-
 PARTS = ("host", "loopback", "link", "handover")
 TRANSPORTS = ("tcp", "nixl")
 

@@ -16,8 +16,6 @@ from kvconnect_bench.transfer.floors import NotAllowed
 from kvconnect_bench.transfer.link import DEVICE, ShapedLink, shaped_link
 from kvconnect_bench.transfer.plan import TransferPlan
 
-__all__ = ["PullPair", "on_link", "on_loopback", "on_one_host", "turns"]
-
 _MODULE = "kvconnect_bench.transfer.pull_party"
 _LOOPBACK = "127.0.0.1"
 _PLAIN = "plain socket"

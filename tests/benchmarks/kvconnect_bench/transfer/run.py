@@ -15,8 +15,6 @@ from kvconnect_bench.transfer.link import LinkRefused
 from kvconnect_bench.transfer.plan import TransferPlan
 from kvconnect_bench.transfer.pulls import on_link, on_loopback, on_one_host
 
-__all__ = ["bench_transfer"]
-
 Tell = Callable[[str], object]
 
 
