@@ -11,24 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 from kvconnect.backends.url import parse_duration
 from kvconnect.errors import ConfigurationError, nearest
 
-__all__ = [
-    "Command",
-    "NothingMatched",
-    "Options",
-    "Subparsers",
-    "add_duration",
-    "add_json",
-    "add_number",
-    "add_old_name",
-    "add_tenants",
-    "add_url",
-    "chosen",
-    "picked",
-    "require_at_least_one",
-    "tell",
-    "tell_unknown",
-]
-
 if TYPE_CHECKING:
     # A private class of argparse, which accepts its type parameter only for type checkers.
     Subparsers: TypeAlias = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from kvconnect.cli.command import add_duration, add_number, add_old_name, picked
 from kvconnect.config import KvCacheConfig
 from kvconnect.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from kvconnect.simulate.first_token import LoadRates
-    from kvconnect.simulate.machine import Machine
-    from kvconnect.simulate.tier_size import TierSize
+from kvconnect.simulate.first_token import LoadRates
+from kvconnect.simulate.machine import Machine
+from kvconnect.simulate.tier_size import TierSize
 
 _REFINEMENTS = {"store_first_byte_s": 0.0, "step_s": 0.0, "step_tokens": None}
 """Options that only matter beside ``--store-rate``, with their defaults."""
@@ -72,7 +70,7 @@ def parse_machines(arguments: argparse.Namespace, token_nbytes: int | None) -> M
         option = f"--{name.replace('_', '-')}"
         if tier == swept:
             raise ConfigurationError(f"{option} {text}: --sweep gives its sizes; leave it out")
-        size = _parse_size(text, option)
+        size = TierSize.parse(text, field=option)
         fixed[tier] = size.num_blocks(arguments.tokens_per_block, token_nbytes, field=option)
     if swept is None:
         return Machines([("", _machine(arguments, fixed, state_blocks))], None)
@@ -91,26 +89,18 @@ def _parse_sweep(text: str | None) -> tuple[str | None, list[TierSize]]:
         raise ConfigurationError(
             f"--sweep {text}: TIER=SIZE,SIZE,… is needed, where TIER is device, host or external"
         )
-    return tier, [_parse_size(size, f"--sweep {tier}") for size in sizes.split(",")]
-
-
-def _parse_size(text: str, field: str) -> TierSize:
-    from kvconnect.simulate.tier_size import TierSize
-
-    return TierSize.parse(text, field=field)
+    return tier, [TierSize.parse(size, field=f"--sweep {tier}") for size in sizes.split(",")]
 
 
 def _state_blocks(arguments: argparse.Namespace, token_nbytes: int | None) -> int:
     if arguments.state_size is None:
         return 0
-    size = _parse_size(arguments.state_size, "--state-size")
+    size = TierSize.parse(arguments.state_size, field="--state-size")
     tokens = size.tokens(token_nbytes, field="--state-size")
     return -int(-tokens // arguments.tokens_per_block)
 
 
 def _machine(arguments: argparse.Namespace, blocks: dict[str, int], state_blocks: int) -> Machine:
-    from kvconnect.simulate.machine import Machine
-
     if "device" not in blocks:
         raise ConfigurationError("--device-cache: is needed, for example --device-cache 500ktok")
     if blocks["device"] < 1:
@@ -151,9 +141,6 @@ def parse_store_rates(
     Raises:
         ConfigurationError: an option is malformed, out of range or without effect.
     """
-    from kvconnect.simulate.first_token import LoadRates
-    from kvconnect.simulate.tier_size import TierSize
-
     refinements = picked(arguments, *_REFINEMENTS)
     if arguments.store_rate is None:
         for name, value in refinements.items():

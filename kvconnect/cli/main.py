@@ -10,15 +10,16 @@ import re
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from difflib import get_close_matches
 from importlib import import_module
 from keyword import iskeyword
+from types import FrameType
 from typing import Any, NoReturn
 
 from kvconnect import __version__
 from kvconnect.cli.command import Command, NothingMatched
-from kvconnect.cli.interrupt import Terminated, raise_on_sigterm
 from kvconnect.cli.options.config_file import with_config
 from kvconnect.errors import (
     BackendTimeout,
@@ -121,6 +122,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGINT
     except Terminated:
         return 128 + signal.SIGTERM
+
+
+class Terminated(BaseException):
+    """The exception of SIGTERM. Like ``KeyboardInterrupt`` no ``except Exception`` catches it."""
+
+
+@contextmanager
+def raise_on_sigterm() -> Iterator[None]:
+    """Raises `Terminated` in the block when SIGTERM arrives. Main thread only.
+
+    A second SIGTERM interrupts the closing that the first one began.
+    """
+    previous = signal.signal(signal.SIGTERM, _terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    raise Terminated
 
 
 class _Parser(argparse.ArgumentParser):

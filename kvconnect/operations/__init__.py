@@ -4,5 +4,5 @@ All but `warm` work on the frames of a store, without an engine: they need the m
 most. Imports the backends' registry and guard, the identity of models, the engine's prompts, and
 for `warm` the engine. Begin with `prompt_store` (the verbs in Python); then `which` (the choice of
 blocks, as callers and as verbs give it), `choice` (finds them in a store) and a module per verb.
-`visit`, `listing` and `frame_reader` serve every command that reads a store.
+`visit` and `frame_reader` serve every command that reads a store.
 """

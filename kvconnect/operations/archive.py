@@ -16,10 +16,12 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import io
+import json
 import os
 import struct
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import BinaryIO, Self
 
@@ -32,7 +34,6 @@ from kvconnect.backends.entries import BlockMetadata
 from kvconnect.backends.guard.encryption import read_key_file
 from kvconnect.errors import BadFrame, ConfigurationError
 from kvconnect.keys import KEY_NBYTES, BlockKey
-from kvconnect.operations.manifest import Manifest
 
 _MAGIC = b"KVCEXPRT"
 _VERSION = 1
@@ -57,24 +58,6 @@ def file_key(path: str | None) -> bytes:
     ).digest()
 
 
-def archive_id(path: Path) -> str:
-    """Returns the number that no other file of ``export`` has, hexadecimal.
-
-    Raises:
-        BadFrame: it is no such file.
-        ConfigurationError: it cannot be opened.
-    """
-    try:
-        with path.open("rb") as file:
-            header = file.read(_HEADER.size)
-    except OSError as error:
-        raise ConfigurationError(f"{path}: {error.strerror}") from error
-    if len(header) < _HEADER.size or not header.startswith(_MAGIC):
-        raise BadFrame(f"{path}: is no file of 'kvconnect export'")
-    number: bytes = _HEADER.unpack(header)[-1]
-    return number.hex()
-
-
 def part_of(path: Path) -> Path:
     """Returns the path that the file `path` has until it is complete.
 
@@ -84,6 +67,57 @@ def part_of(path: Path) -> Path:
     if not path.name or path.is_dir():
         raise ConfigurationError(f"{path}: is a directory; give the path of a file")
     return path.with_name(f"{path.name}.part")
+
+
+@dataclass(slots=True)
+class ModelPart:
+    """The blocks of one model and cache geometry in a file.
+
+    Attributes:
+        digest: the first 16 bytes of the model's digest, hexadecimal.
+        geometry: 16 bytes that stand for the geometry of its cache, hexadecimal.
+        layouts: fingerprints of the layouts of the frames, hexadecimal, sorted.
+        blocks, bytes: the blocks and the bytes of their frames.
+        tokens: of the blocks of pool group 0.
+    """
+
+    digest: str
+    geometry: str
+    layouts: list[str] = field(default_factory=list)
+    blocks: int = 0
+    bytes: int = 0
+    tokens: int = 0
+
+    def add(self, block: StoredBlock) -> None:
+        """Counts `block`."""
+        self.blocks += 1
+        self.bytes += block.data.numel()
+        if block.group == 0 and block.tokens is not None:
+            self.tokens += len(block.tokens)
+        layout = frame.check_header(block.data, block.key, None).fingerprint.hex()
+        if layout not in self.layouts:
+            self.layouts = sorted([*self.layouts, layout])
+
+
+@dataclass(slots=True)
+class Manifest:
+    """The contents of a file by model; the keys are the models' tags, hexadecimal."""
+
+    models: dict[str, ModelPart] = field(default_factory=dict)
+
+    def add(self, block: StoredBlock) -> None:
+        """Counts `block`."""
+        tag = block.model.hex()
+        self.models.setdefault(tag, ModelPart(tag[:32], tag[32:])).add(block)
+
+    @property
+    def blocks(self) -> int:
+        """The number of blocks."""
+        return sum(part.blocks for part in self.models.values())
+
+    def to_bytes(self) -> bytes:
+        """Returns the manifest as JSON."""
+        return json.dumps(asdict(self), sort_keys=True).encode()
 
 
 class ArchiveStream:
@@ -221,6 +255,7 @@ class ArchiveReader:
             return less than was wanted at its end only.
 
     Attributes:
+        id: a number that no other file has, hexadecimal.
         manifest: set once all blocks were read.
         end: the offset after the last sound record of a block.
         checksum_at_end: the checksum of that record.
@@ -283,13 +318,14 @@ class ArchiveReader:
         self._passed(len(header))
         if len(header) < _HEADER.size or not header.startswith(_MAGIC):
             raise self._bad("is no file of 'kvconnect export'")
-        _, version, has_key, _ = _HEADER.unpack(header)
+        _, version, has_key, number = _HEADER.unpack(header)
         if version != _VERSION:
             raise self._bad(f"is of version {version}, this is {_VERSION}")
         if has_key and not self._key:
             raise ConfigurationError(f"{self._path}: was made with a key; give its key file")
         if self._key and not has_key:
             raise ConfigurationError(f"{self._path}: was made without a key; give no key file")
+        self.id: str = number.hex()
         return _chained(self._key, b"", header)
 
     def _read_record(self) -> tuple[int, bytes, Tensor]:

@@ -13,9 +13,9 @@ from kvconnect.backend import Backend, StoredEntry
 from kvconnect.backends.registry import codecs_of
 from kvconnect.errors import ConfigurationError
 from kvconnect.keys import BlockKey
-from kvconnect.operations.listing import each_block
 from kvconnect.operations.progress import Progress
 from kvconnect.operations.selection import Selection
+from kvconnect.operations.visit import each_block
 from kvconnect.operations.which import FEWEST_DIGITS, Wanted, WantedPrompt
 from kvconnect.tokens import TokenArray
 

@@ -16,10 +16,9 @@ from kvconnect.explain import outcome
 from kvconnect.explain.outcome import Divergence, Outcome, Span, merged
 from kvconnect.keys import KEY_NBYTES, BlockKey, Namespace, check_salt, salt_of, salt_tag
 from kvconnect.operations.choice import ReadTokens, token_reader
-from kvconnect.operations.listing import each_block
 from kvconnect.operations.progress import Progress
 from kvconnect.operations.selection import namespaces_of
-from kvconnect.operations.visit import listed, visiting
+from kvconnect.operations.visit import each_block, listed, visiting
 from kvconnect.tokens import TokenArray, common_length
 
 if TYPE_CHECKING:

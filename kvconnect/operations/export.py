@@ -14,37 +14,13 @@ from kvconnect.keys import BlockKey
 from kvconnect.operations.archive import ArchiveStream, ArchiveWriter, file_key, part_of
 from kvconnect.operations.choice import choose, token_reader
 from kvconnect.operations.frame_reader import ReadFrame, read_frames
-from kvconnect.operations.listing import described
 from kvconnect.operations.progress import Progress
-from kvconnect.operations.result import Result
-from kvconnect.operations.visit import listed, visiting
+from kvconnect.operations.result import Exported
+from kvconnect.operations.visit import described, listed, visiting
 from kvconnect.operations.which import Wanted
 
 SHORT_KEY_NBYTES = 8
 """The first bytes of a key stand for it in a list of those that are there already."""
-
-
-@dataclass(slots=True)
-class Exported(Result):
-    """The result of `export`; blocks and tokens are counts of the file.
-
-    Bytes are those of the frames written by this call.
-
-    Attributes:
-        resumed: the blocks that an earlier, interrupted export had written.
-        bad: damaged blocks, which are left out.
-        gone: blocks that the store dropped meanwhile.
-    """
-
-    resumed: int = 0
-    bad: int = 0
-    gone: int = 0
-
-    def notes(self) -> list[str]:
-        """Returns what the file had already, and what was left out."""
-        counts = {"were there from before": self.resumed, "are bad": self.bad}
-        counts["were dropped meanwhile"] = self.gone
-        return [f"{count} {what}" for what, count in counts.items() if count]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,12 +76,7 @@ async def export(
 
 
 async def _write(
-    store: Backend,
-    keys: Sequence[BlockKey],
-    part: Path,
-    path: Path,
-    key: bytes,
-    done: Exported,
+    store: Backend, keys: Sequence[BlockKey], part: Path, path: Path, key: bytes, done: Exported
 ) -> None:
     writer = await asyncio.to_thread(ArchiveWriter, part, key)
     try:

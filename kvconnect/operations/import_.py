@@ -9,10 +9,10 @@ from pathlib import Path
 
 from kvconnect.backend import StoredBlock
 from kvconnect.errors import BadFrame, ConfigurationError
-from kvconnect.operations.archive import ArchiveReader, file_key
-from kvconnect.operations.manifest import Manifest
+from kvconnect.operations.archive import ArchiveReader, Manifest, file_key
 from kvconnect.operations.progress import Progress
-from kvconnect.operations.saving import Saved, save_missing
+from kvconnect.operations.result import Saved
+from kvconnect.operations.saving import save_missing
 from kvconnect.operations.visit import visiting
 
 _BATCH_BLOCKS = 256
@@ -22,12 +22,7 @@ _SHORT = 16
 
 
 async def import_file(
-    url: str,
-    path: Path,
-    done: Saved,
-    *,
-    model: str | None = None,
-    key_file: str | None = None,
+    url: str, path: Path, done: Saved, *, model: str | None = None, key_file: str | None = None
 ) -> None:
     """Saves the blocks of the file `path` to the store of `url`, which is made if needed.
 

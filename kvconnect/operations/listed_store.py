@@ -10,10 +10,9 @@ import numpy as np
 
 from kvconnect.backend import StoredEntry
 from kvconnect.operations.choice import ReadTokens, token_reader
-from kvconnect.operations.listing import each_block
 from kvconnect.operations.prefix_tree import PrefixTree, TreeRow
 from kvconnect.operations.tenants import TenantUse, TenantUses
-from kvconnect.operations.visit import listed, visiting
+from kvconnect.operations.visit import each_block, listed, visiting
 from kvconnect.tokens import TokenArray, as_token_array
 
 MOST_BLOCKS = 4_000_000

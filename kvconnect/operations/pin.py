@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from kvconnect.backend import Backend
 from kvconnect.backends.url import StoreUrl
@@ -11,27 +10,11 @@ from kvconnect.errors import ConfigurationError
 from kvconnect.keys import BlockKey
 from kvconnect.operations.choice import ReadTokens, choose, token_reader
 from kvconnect.operations.progress import Progress
-from kvconnect.operations.result import Result
+from kvconnect.operations.result import Pinned
 from kvconnect.operations.visit import listed, parts, visiting
 from kvconnect.operations.which import Wanted
 
 _KEYS_PER_PIN = 256
-
-
-@dataclass(slots=True)
-class Pinned(Result):
-    """The result of `pin` and `unpin`: the blocks are those pinned now, or unpinned.
-
-    Attributes:
-        refused: blocks for which the share of pinned blocks has no room.
-    """
-
-    refused: int = 0
-
-    def notes(self) -> list[str]:
-        """Returns what was not pinned."""
-        text = f"{self.refused} have no room in the share of pinned blocks (pin_fraction)"
-        return [text] * bool(self.refused)
 
 
 async def pin(url: str, wanted: Wanted, until: float | None, done: Pinned) -> None:

@@ -11,10 +11,10 @@ from kvconnect.errors import BadFrame, ConfigurationError
 from kvconnect.keys import BlockKey
 from kvconnect.operations.choice import choose, token_reader
 from kvconnect.operations.frame_reader import read_frames
-from kvconnect.operations.listing import described
 from kvconnect.operations.progress import Progress
-from kvconnect.operations.saving import Saved, save_missing
-from kvconnect.operations.visit import listed, parts, visiting
+from kvconnect.operations.result import Saved
+from kvconnect.operations.saving import save_missing
+from kvconnect.operations.visit import described, listed, parts, visiting
 from kvconnect.operations.which import Wanted
 
 

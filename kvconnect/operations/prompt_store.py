@@ -11,8 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from kvconnect.errors import ConfigurationError
+from kvconnect.operations.drop import drop
+from kvconnect.operations.pin import pin
+from kvconnect.operations.result import Exported, Pinned, Result, Saved
 from kvconnect.operations.run import run_anywhere
 from kvconnect.operations.selection import is_digest, model_prefix
+from kvconnect.operations.tenants import TenantUse, each_tenant
+from kvconnect.operations.visit import listed, visiting
 from kvconnect.operations.which import Wanted, Which, check_names, prompts_to_warm, wanted_blocks
 from kvconnect.tokens import TokenArray, as_token_array
 
@@ -22,11 +27,7 @@ if TYPE_CHECKING:
     from kvconnect.engine.request.prompts import Prompt
     from kvconnect.engine.request.tokenizer import Tokenizer
     from kvconnect.operations.explain import StoredPrompt
-    from kvconnect.operations.export import Exported, Sink
-    from kvconnect.operations.pin import Pinned
-    from kvconnect.operations.result import Result
-    from kvconnect.operations.saving import Saved
-    from kvconnect.operations.tenants import TenantUse
+    from kvconnect.operations.export import Sink
 
 
 class PromptStore:
@@ -58,7 +59,6 @@ class PromptStore:
     ) -> None:
         self.url = url
         self._run = run
-        self._revision = model_revision
         self._directory: Path | None = None
         text = None if model is None else fspath(model)
         if text is not None and (Path(text).is_dir() or not is_digest(text)):
@@ -70,11 +70,7 @@ class PromptStore:
         self._revision = model_revision
 
     def warm(
-        self,
-        llm: LLM | None = None,
-        *,
-        into: Saved | None = None,
-        **which: Unpack[Which],
+        self, llm: LLM | None = None, *, into: Saved | None = None, **which: Unpack[Which]
     ) -> Saved:
         """Computes and saves the blocks of prompts that the store lacks.
 
@@ -90,7 +86,6 @@ class PromptStore:
             BackendUnavailable: the store fails; blocks saved before stay.
         """
         from kvconnect.engine.llm import LLM
-        from kvconnect.operations.saving import Saved
         from kvconnect.operations.warm import check_store, connector_to, warm
 
         prompts = prompts_to_warm(which, self._prompts(which))
@@ -130,9 +125,6 @@ class PromptStore:
             BackendUnavailable: the store fails, or a tier does not answer; blocks deleted before
                 stay deleted.
         """
-        from kvconnect.operations.drop import drop
-        from kvconnect.operations.result import Result
-
         done = Result() if into is None else into
         wanted = self._wanted(which, continued=continued)
         self._run(drop(self.url, wanted, done, dry_run=dry_run, before=before))
@@ -178,11 +170,7 @@ class PromptStore:
         return with_texts(found, tokens, self._tokenizer)
 
     def pin(
-        self,
-        *,
-        for_s: float | None = None,
-        into: Pinned | None = None,
-        **which: Unpack[Which],
+        self, *, for_s: float | None = None, into: Pinned | None = None, **which: Unpack[Which]
     ) -> Pinned:
         """Pins blocks: the store does not drop them for room or for their age.
 
@@ -200,8 +188,6 @@ class PromptStore:
                 blocks.
             BackendUnavailable: the store fails; blocks pinned before stay pinned.
         """
-        from kvconnect.operations.pin import Pinned, pin
-
         if for_s is not None and not for_s > 0:
             raise ConfigurationError(f"for_s={for_s}: must be above 0 seconds")
         done = Pinned() if into is None else into
@@ -223,8 +209,6 @@ class PromptStore:
                 blocks.
             BackendUnavailable: the store fails; blocks unpinned before stay unpinned.
         """
-        from kvconnect.operations.pin import Pinned, pin
-
         done = Pinned() if into is None else into
         self._run(pin(self.url, self._wanted(which), None, done))
         return done
@@ -239,8 +223,6 @@ class PromptStore:
             ConfigurationError: the store cannot list its blocks.
             BackendUnavailable: the store fails.
         """
-        from kvconnect.operations.tenants import each_tenant
-        from kvconnect.operations.visit import listed, visiting
 
         async def found() -> list[TenantUse]:
             async with visiting(self.url, "read") as store:
@@ -273,7 +255,7 @@ class PromptStore:
             BackendUnavailable: the store fails.
             BadFrame: damaged blocks were left out; the file is complete otherwise.
         """
-        from kvconnect.operations.export import Exported, Sink, export
+        from kvconnect.operations.export import Sink, export
 
         done = Exported() if into is None else into
         wanted = self._wanted(which, ancestors=True)
@@ -282,11 +264,7 @@ class PromptStore:
         return done
 
     def import_(
-        self,
-        path: str | PathLike[str],
-        *,
-        key_file: str | None = None,
-        into: Saved | None = None,
+        self, path: str | PathLike[str], *, key_file: str | None = None, into: Saved | None = None
     ) -> Saved:
         """Saves the blocks of an exported file, after all of the file was checked.
 
@@ -304,7 +282,6 @@ class PromptStore:
             RetryLater: the store accepts no more blocks.
         """
         from kvconnect.operations.import_ import import_file
-        from kvconnect.operations.saving import Saved
 
         done = Saved() if into is None else into
         self._run(import_file(self.url, Path(path), done, model=self._model, key_file=key_file))
@@ -327,7 +304,6 @@ class PromptStore:
             BadFrame: damaged blocks were left out; all others are copied.
         """
         from kvconnect.operations.prefetch import prefetch
-        from kvconnect.operations.saving import Saved
 
         done = Saved() if into is None else into
         self._run(prefetch(self.url, self._wanted(which, ancestors=True), done))

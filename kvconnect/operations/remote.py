@@ -20,10 +20,10 @@ from kvconnect.errors import (
     MissingExtra,
     RetryLater,
 )
-from kvconnect.operations.archive import ArchiveReader, ArchiveWriter, archive_id, file_key, part_of
-from kvconnect.operations.export import SHORT_KEY_NBYTES, Exported
+from kvconnect.operations.archive import ArchiveReader, ArchiveWriter, file_key, part_of
+from kvconnect.operations.export import SHORT_KEY_NBYTES
 from kvconnect.operations.progress import Progress
-from kvconnect.operations.saving import Saved
+from kvconnect.operations.result import Exported, Saved
 from kvconnect.prometheus.overview import Overview
 from kvconnect.redaction import without_passwords
 
@@ -172,10 +172,11 @@ def import_by_server(server: str, path: Path, done: Saved, *, admin_key: str | N
 
     Raises:
         BadFrame: it is no such file.
-        ConfigurationError: a bad URL or key, a bad file, or one that the server refuses.
+        ConfigurationError: a bad URL or key, a file with a key, or one that the server refuses.
         BackendUnavailable: the server cannot be reached, or fails; repeat it.
     """
-    name = archive_id(path)
+    with ArchiveReader(path, b"") as reader:
+        name = reader.id
     with _Server(server, admin_key) as one, path.open("rb") as file:
         one.send(name, file)
         with Progress("import", 0, "blocks") as progress:

@@ -1,4 +1,4 @@
-"""The result of a verb: the counts that all verbs have."""
+"""The results of verbs: the counts that all have, and those of each."""
 
 from __future__ import annotations
 
@@ -45,3 +45,63 @@ class Result:
         found = asdict(self)
         del found["opened"]
         return found
+
+
+@dataclass(slots=True)
+class Saved(Result):
+    """The result of a verb that saves: the blocks, bytes and tokens are those that it saved.
+
+    Attributes:
+        present: blocks that were there already.
+        bad: blocks left out because they are damaged in the source.
+        expired: blocks left out because their own time is over.
+    """
+
+    present: int = 0
+    bad: int = 0
+    expired: int = 0
+
+    def notes(self) -> list[str]:
+        """Returns what was there already, and what was left out."""
+        notes = [f"{self.present} were there already"]
+        notes += [f"{self.bad} are bad"] * bool(self.bad)
+        return notes + [f"{self.expired} had expired"] * bool(self.expired)
+
+
+@dataclass(slots=True)
+class Exported(Result):
+    """The result of `export`; blocks and tokens are counts of the file.
+
+    Bytes are those of the frames written by this call.
+
+    Attributes:
+        resumed: the blocks that an earlier, interrupted export had written.
+        bad: damaged blocks, which are left out.
+        gone: blocks that the store dropped meanwhile.
+    """
+
+    resumed: int = 0
+    bad: int = 0
+    gone: int = 0
+
+    def notes(self) -> list[str]:
+        """Returns what the file had already, and what was left out."""
+        counts = {"were there from before": self.resumed, "are bad": self.bad}
+        counts["were dropped meanwhile"] = self.gone
+        return [f"{count} {what}" for what, count in counts.items() if count]
+
+
+@dataclass(slots=True)
+class Pinned(Result):
+    """The result of `pin` and `unpin`: the blocks are those pinned now, or unpinned.
+
+    Attributes:
+        refused: blocks for which the share of pinned blocks has no room.
+    """
+
+    refused: int = 0
+
+    def notes(self) -> list[str]:
+        """Returns what was not pinned."""
+        text = f"{self.refused} have no room in the share of pinned blocks (pin_fraction)"
+        return [text] * bool(self.refused)

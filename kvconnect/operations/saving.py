@@ -5,32 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from kvconnect.backend import Backend, StoredBlock
 from kvconnect.errors import ConfigurationError, RetryLater
-from kvconnect.operations.result import Result
-
-
-@dataclass(slots=True)
-class Saved(Result):
-    """The result of a verb that saves: the blocks, bytes and tokens are those that it saved.
-
-    Attributes:
-        present: blocks that were there already.
-        bad: blocks left out because they are damaged in the source.
-        expired: blocks left out because their own time is over.
-    """
-
-    present: int = 0
-    bad: int = 0
-    expired: int = 0
-
-    def notes(self) -> list[str]:
-        """Returns what was there already, and what was left out."""
-        notes = [f"{self.present} were there already"]
-        notes += [f"{self.bad} are bad"] * bool(self.bad)
-        return notes + [f"{self.expired} had expired"] * bool(self.expired)
+from kvconnect.operations.result import Saved
 
 
 async def save_missing(store: Backend, batch: Sequence[StoredBlock], done: Saved) -> None:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from os import PathLike
 from pathlib import Path
 
 from kvconnect.backend import Backend, StoredEntry
 from kvconnect.errors import ConfigurationError
 from kvconnect.keys import Namespace, salt_of, salt_tag
-from kvconnect.operations.listing import each_block
 from kvconnect.operations.progress import Progress
+from kvconnect.operations.visit import each_block
 
 NO_SALT = "(no salt)"
 """The name of the requests without a salt, which are one tenant."""
@@ -53,14 +53,7 @@ class TenantUse:
 
     def as_json(self) -> dict[str, object]:
         """Returns the fields, the digest in hexadecimal."""
-        return {
-            "digest": None if self.digest is None else self.digest.hex(),
-            "name": self.name,
-            "blocks": self.blocks,
-            "bytes": self.bytes,
-            "hits": self.hits,
-            "tokens_saved": self.tokens_saved,
-        }
+        return asdict(self) | {"digest": None if self.digest is None else self.digest.hex()}
 
 
 class TenantUses:

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 from kvconnect.backend import Backend
 from kvconnect.config import KvCacheConnectorConfig
 from kvconnect.keys import BlockKey
-from kvconnect.operations.listing import described
 from kvconnect.operations.progress import Progress
-from kvconnect.operations.saving import Saved
-from kvconnect.operations.visit import listed, visiting
+from kvconnect.operations.result import Saved
+from kvconnect.operations.visit import described, listed, visiting
 from kvconnect.operations.which import WarmPrompt
 
 if TYPE_CHECKING:

@@ -11,11 +11,7 @@ from kvconnect.prometheus.snapshot import Distribution, Metric, Snapshot
 from kvconnect.prometheus.table import METRICS
 
 if TYPE_CHECKING:
-    from prometheus_client.core import (
-        CounterMetricFamily,
-        GaugeMetricFamily,
-        HistogramMetricFamily,
-    )
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
     Family: TypeAlias = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 

@@ -25,8 +25,8 @@ from kvconnect.server.endpoint import Endpoint, GenerationEndpoint, Service
 from kvconnect.server.errors import RequestRefused, ShuttingDown
 from kvconnect.server.http.gate import Gate
 from kvconnect.server.http.metrics import metrics_endpoint
-from kvconnect.server.openai.chat import ChatRequest, TemplateRequest
-from kvconnect.server.openai.completion import CompletionRequest
+from kvconnect.server.openai.chat import ChatAnswer, ChatRequest, TemplateRequest
+from kvconnect.server.openai.completion import CompletionAnswer, CompletionRequest
 from kvconnect.server.openai.model_request import ModelRequest, kinds_in
 from kvconnect.server.page.cache_page import CachePage
 from kvconnect.server.settings import ServerSettings
@@ -42,8 +42,8 @@ def make_app(service: Service, page: CachePage | None = None) -> ASGIApp:
     """
     settings = service.settings
     model = _Model(service.llm, settings)
-    complete = GenerationEndpoint(CompletionRequest, service)
-    chat = GenerationEndpoint(ChatRequest, service)
+    complete = GenerationEndpoint(CompletionRequest, CompletionAnswer, service)
+    chat = GenerationEndpoint(ChatRequest, ChatAnswer, service)
     routes = [
         Route("/v1/completions", complete, methods=["POST"]),
         Route("/v1/chat/completions", chat, methods=["POST"]),

@@ -23,10 +23,10 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
 from kvconnect.errors import BadFrame, ConfigurationError
-from kvconnect.operations.export import SHORT_KEY_NBYTES, Exported, Sink
+from kvconnect.operations.export import SHORT_KEY_NBYTES, Sink
 from kvconnect.operations.prompt_store import PromptStore
+from kvconnect.operations.result import Exported, Saved
 from kvconnect.operations.run import AbortableRun
-from kvconnect.operations.saving import Saved
 from kvconnect.server.admission import Ticket
 from kvconnect.server.cache_verbs import BlocksRequest, CountsEndpoint, StoreEndpoint, StoreRequest
 from kvconnect.server.endpoint import Service
@@ -64,7 +64,7 @@ class _Import(StoreRequest):
 def file_routes(service: Service) -> list[BaseRoute]:
     """Returns the paths of export and import."""
     uploads = Uploads(service.settings.max_import_bytes)
-    service.threads.at_end(uploads.close)
+    service.threads.callback(uploads.close)
     exporting = _ExportEndpoint(_Export, service)
     importing = _ImportEndpoint(_Import, service)
     exporting.uploads = importing.uploads = uploads

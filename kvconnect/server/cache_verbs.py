@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self, cast
 
 from pydantic import Field, model_validator
 from starlette.requests import Request
@@ -16,12 +16,10 @@ from starlette.routing import BaseRoute, Route
 
 from kvconnect.engine.llm import LLM
 from kvconnect.errors import BadFrame, ConfigurationError
-from kvconnect.operations.pin import Pinned
 from kvconnect.operations.progress import is_shown
 from kvconnect.operations.prompt_store import PromptStore
-from kvconnect.operations.result import Result
+from kvconnect.operations.result import Pinned, Result, Saved
 from kvconnect.operations.run import AbortableRun
-from kvconnect.operations.saving import Saved
 from kvconnect.operations.which import Which
 from kvconnect.server.admission import Ticket
 from kvconnect.server.endpoint import Endpoint, Service
@@ -82,18 +80,8 @@ class BlocksRequest(StoreRequest):
     @property
     def which(self) -> Which:
         """Returns the arguments that choose the blocks."""
-        which: Which = {
-            "salt": self.salt,
-            "lora": self.lora,
-            "everything": self.everything,
-        }
-        if self.keys is not None:
-            which["keys"] = self.keys
-        if self.prompts is not None:
-            which["prompts"] = self.prompts
-        if self.messages is not None:
-            which["messages"] = self.messages
-        return which
+        given = {name: getattr(self, name) for name in Which.__annotations__}
+        return cast("Which", {name: value for name, value in given.items() if value is not None})
 
     @property
     def of_model(self) -> bool:
@@ -138,11 +126,7 @@ class _Drop(_VerbRequest):
             done.engine_cleared = llm.reset_prefix_cache()
 
         store.drop(
-            continued=self.continued,
-            dry_run=self.dry_run,
-            before=clear,
-            into=done,
-            **self.which,
+            continued=self.continued, dry_run=self.dry_run, before=clear, into=done, **self.which
         )
 
 

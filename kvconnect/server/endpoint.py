@@ -8,8 +8,8 @@ import json
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, TypeAlias, TypeVar
 
@@ -36,6 +36,7 @@ from kvconnect.text import shown
 from kvconnect.trace import Event, metrics, trace_headers
 
 R = TypeVar("R", bound=ModelRequest)
+G = TypeVar("G", bound=GenerationRequest)
 
 _MANY_LOGPROBS = 1 << 12
 """The number of log probabilities above which encoding them as JSON takes milliseconds."""
@@ -114,10 +115,22 @@ class Endpoint(ABC, Generic[R]):
         """Returns the answer to send; adds the handles of the running work to `ticket`."""
 
 
-class GenerationEndpoint(Endpoint[GenerationRequest]):
-    """Answers requests for generations. A request whose client disconnects is aborted."""
+class GenerationEndpoint(Endpoint[G]):
+    """Answers requests for generations. A request whose client disconnects is aborted.
 
-    def _admit(self, wanted: GenerationRequest, request: Request, ticket: Ticket) -> None:
+    Args:
+        kind: the kind of the requests.
+        answer: the kind of their answers; may take as long as starting a request.
+        service: the engine.
+    """
+
+    def __init__(
+        self, kind: type[G], answer: Callable[[G, LLM, str], Answer], service: Service
+    ) -> None:
+        super().__init__(kind, service)
+        self._answer = answer
+
+    def _admit(self, wanted: G, request: Request, ticket: Ticket) -> None:
         if wanted.kv_transfer_params is not None:
             check_transfer(self._settings, request.headers, wanted.kv_transfer_params)
         check_model(self._settings, wanted.model)
@@ -128,15 +141,11 @@ class GenerationEndpoint(Endpoint[GenerationRequest]):
         longest = self._llm.max_seq_len
         self._admission.extend(ticket, wanted.completions, wanted.max_logprobs(longest))
 
-    async def _response(
-        self, wanted: GenerationRequest, request: Request, ticket: Ticket
-    ) -> Response:
+    async def _response(self, wanted: G, request: Request, ticket: Ticket) -> Response:
         headers = trace_headers(request.headers) if metrics.traces else {}
         return await while_connected(request.receive, self._generate(wanted, headers, ticket))
 
-    async def _generate(
-        self, wanted: GenerationRequest, headers: Mapping[str, str], ticket: Ticket
-    ) -> Response:
+    async def _generate(self, wanted: G, headers: Mapping[str, str], ticket: Ticket) -> Response:
         answer, handles = await self._submit(wanted, headers)
         times = TokenTimes(self._settings.model_names[0], wanted.completions // len(handles))
         self._admission.submitted(ticket, handles)
@@ -153,14 +162,14 @@ class GenerationEndpoint(Endpoint[GenerationRequest]):
         text = await loop.run_in_executor(self._threads.tokenizing, whole)
         return Response(text, media_type="application/json")
 
-    async def _submit(self, wanted: GenerationRequest, headers: Mapping[str, str]) -> _Started:
+    async def _submit(self, wanted: G, headers: Mapping[str, str]) -> _Started:
         """Starts `wanted`; if cancelled, returns once no thread holds it and none of it runs."""
         left = threading.Event()
 
         def submit() -> _Started:
             if left.is_set():
                 raise ClientDisconnect
-            answer = wanted.answer(self._llm, self._settings.model_names[0])
+            answer = self._answer(wanted, self._llm, self._settings.model_names[0])
             return answer, wanted.submit(self._llm, headers)
 
         started = asyncio.get_running_loop().run_in_executor(self._threads.tokenizing, submit)
@@ -174,10 +183,7 @@ class GenerationEndpoint(Endpoint[GenerationRequest]):
 
 
 async def _contents(
-    wanted: GenerationRequest,
-    answer: Answer,
-    handles: Sequence[RequestHandle],
-    times: TokenTimes,
+    wanted: GenerationRequest, answer: Answer, handles: Sequence[RequestHandle], times: TokenTimes
 ) -> AsyncGenerator[dict[str, Any]]:
     """Yields the contents of the events of a streamed answer."""
     for beginning in answer.begin(handles):
@@ -185,9 +191,9 @@ async def _contents(
     async with contextlib.aclosing(stream_of(handles, wanted.completions)) as chunks:
         async for found in chunks:
             times.arrived(found.index)
-            yield answer.chunk(found.index, found.chunk)
+            yield answer.chunk(found)
     await times.count_streamed(handles)
-    if wanted.wants_usage:
+    if wanted.stream_options.include_usage:
         yield answer.end(await outputs_of(handles))
 
 
@@ -246,14 +252,6 @@ class TokenTimes:
                 metrics.emit(Event("server.between_tokens", between_s / later, labels=self._labels))
 
 
-@dataclass(frozen=True, slots=True)
-class ChoiceChunk:
-    """A chunk of one choice, counted over all prompts of the request."""
-
-    index: int
-    chunk: StreamChunk
-
-
 async def outputs_of(handles: Sequence[Awaitable[RequestOutput]]) -> list[RequestOutput]:
     """Waits for all of `handles`; cancelling it aborts them.
 
@@ -268,10 +266,11 @@ async def outputs_of(handles: Sequence[Awaitable[RequestOutput]]) -> list[Reques
 
 async def stream_of(
     handles: Sequence[RequestHandle], completions: int
-) -> AsyncGenerator[ChoiceChunk]:
+) -> AsyncGenerator[StreamChunk]:
     """Yields the output of `handles` in the order of its arrival; leaving it aborts them.
 
-    A slow consumer gets the output since its last chunk in one chunk.
+    The index of a chunk is that of its choice, counted over all prompts. A slow consumer gets the
+    output since its last chunk in one chunk.
 
     Args:
         handles: a handle for each prompt.
@@ -285,9 +284,9 @@ async def stream_of(
     if len(handles) == 1:
         async for chunk in handles[0]:
             _check_ended([chunk.finish_reason])
-            yield ChoiceChunk(chunk.index, chunk)
+            yield chunk
         return
-    queue: asyncio.Queue[ChoiceChunk | Exception | None] = asyncio.Queue(maxsize=1)
+    queue: asyncio.Queue[StreamChunk | Exception | None] = asyncio.Queue(maxsize=1)
     tasks = [
         asyncio.create_task(_feed(queue, handle, each * number))
         for number, handle in enumerate(handles)
@@ -300,9 +299,9 @@ async def stream_of(
                     running -= 1
                 case Exception() as error:
                     raise error
-                case ChoiceChunk() as found:
-                    _check_ended([found.chunk.finish_reason])
-                    yield found
+                case StreamChunk() as chunk:
+                    _check_ended([chunk.finish_reason])
+                    yield chunk
     finally:
         for task in tasks:
             task.cancel()
@@ -310,11 +309,11 @@ async def stream_of(
 
 
 async def _feed(
-    queue: asyncio.Queue[ChoiceChunk | Exception | None], handle: RequestHandle, first: int
+    queue: asyncio.Queue[StreamChunk | Exception | None], handle: RequestHandle, first: int
 ) -> None:
     try:
         async for chunk in handle:
-            await queue.put(ChoiceChunk(first + chunk.index, chunk))
+            await queue.put(replace(chunk, index=first + chunk.index))
     except Exception as error:  # noqa: BLE001  raised where the queue is read
         await queue.put(error)
     else:

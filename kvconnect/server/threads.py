@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from typing import Self
 
 _TOKENIZING = 4
 _TELLING = 2
 _SENDING = 4
 
 
-class ServerThreads:
-    """The threads for blocking or long work beside the event loop; a context manager.
+class ServerThreads(ExitStack):
+    """The threads for blocking or long work beside the event loop.
 
-    Leaving the context ends the threads.
+    Leaving the context calls what was added by `callback`, then ends the threads.
 
     Attributes:
         parsing: the thread that parses long bodies. One thread, because Python runs only one at a
@@ -27,23 +25,13 @@ class ServerThreads:
     """
 
     def __init__(self) -> None:
-        self._stack = ExitStack()
+        super().__init__()
         self.parsing = self._pool("parsing", 1)
         self.tokenizing = self._pool("tokenizing", _TOKENIZING)
         self.telling = self._pool("telling", _TELLING)
         self.sending = self._pool("sending", _SENDING)
         self.verbs = self._pool("verbs", 1)
 
-    def at_end(self, callback: Callable[[], None]) -> None:
-        """Calls `callback` when the threads are about to end."""
-        self._stack.callback(callback)
-
     def _pool(self, what: str, threads: int) -> ThreadPoolExecutor:
         pool = ThreadPoolExecutor(threads, thread_name_prefix=f"kvconnect-server-{what}")
-        return self._stack.enter_context(pool)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
+        return self.enter_context(pool)

@@ -103,11 +103,7 @@ class LoadRates:
         return seconds
 
 
-_WAYS = (
-    ("loaded alone", "loaded"),
-    ("better of the two", "better"),
-    ("both meeting", "both"),
-)
+_WAYS = (("loaded alone", "loaded"), ("better of the two", "better"), ("both meeting", "both"))
 
 
 @dataclass(frozen=True, slots=True)

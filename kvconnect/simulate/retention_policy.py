@@ -1,9 +1,10 @@
-"""The retention that each request of a trace asks for."""
+"""The retention that requests ask for, by rules as users write them."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -14,6 +15,7 @@ from kvconnect.errors import ConfigurationError
 
 # "output" and "0-2048" are how earlier versions had it.
 _RULE = re.compile(r"(system|prompt|decode|output|(\d+)[:-](\d*))=(\d+)(?::(.+))?")
+_PARTS = ("system", "prompt", "decode")
 _MOST_CACHED = 4096
 
 
@@ -25,25 +27,22 @@ class _Rule(NamedTuple):
     duration_ms: float | None
 
     @classmethod
-    def parse(cls, text: str) -> Self:
+    def parse(cls, text: str, parts: Sequence[str]) -> Self:
         match = _RULE.fullmatch(text.strip())
-        if match is None:
+        part = "" if match is None else match[1].replace("output", "decode")
+        if match is None or not (match[2] or part in parts):
             raise ConfigurationError(
                 f"--retention {text}: PART=PRIORITY or PART=PRIORITY:DURATION is needed, where "
-                "PART is system, prompt, decode or tokens such as 0:2048 (for example "
-                "system=90:600s)"
+                f"PART is {', '.join(parts)} or tokens such as 0:2048 (for example "
+                f"{parts[0]}=90:600s)"
             )
-        part, start, end, priority, duration = match.groups()
-        seconds = (
-            None if duration is None else parse_duration(duration, field=f"--retention {text}")
-        )
-        return cls(
-            "tokens" if start else part.replace("output", "decode"),
-            int(start or 0),
-            int(end) if end else None,
-            int(priority),
-            None if seconds is None else seconds * 1000,
-        )
+        _, start, end, priority, duration = match.groups()
+        duration_ms = None
+        if duration is not None:
+            duration_ms = 1000 * parse_duration(duration, field=f"--retention {text}")
+        end_token = int(end) if end else None
+        part = "tokens" if start else part
+        return cls(part, int(start or 0), end_token, int(priority), duration_ms)
 
 
 class RetentionPolicy:
@@ -53,18 +52,22 @@ class RetentionPolicy:
     ``prompt`` (the rest of the prompt), ``decode`` (what is generated) or prompt tokens such as
     ``0:2048`` and ``2048:``.
 
+    Args:
+        rules: the rules.
+        parts: the names that PART may be, beside prompt tokens.
+
     Raises:
         ConfigurationError: a rule is malformed, out of range, or overlaps another one.
     """
 
-    def __init__(self, rules: Sequence[str] = ()) -> None:
-        self._rules = [_Rule.parse(rule) for rule in rules]
+    def __init__(self, rules: Sequence[str] = (), parts: Sequence[str] = _PARTS) -> None:
+        self._rules = [_Rule.parse(rule, parts) for rule in rules]
         self._needs_system = any(rule.part == "system" for rule in self._rules)
         self._made: dict[int, KvCacheRetentionConfig] = {}
         self._fixed: KvCacheRetentionConfig | None = None
-        parts = [rule.part for rule in self._rules if rule.part != "tokens"]
-        for part in parts:
-            if parts.count(part) > 1:
+        given = Counter(rule.part for rule in self._rules if rule.part != "tokens")
+        for part, count in given.items():
+            if count > 1:
                 raise ConfigurationError(f"--retention: {part} is given twice")
         if self._rules:
             self._make(1)  # finds errors that concern every prompt before the first one

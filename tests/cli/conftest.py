@@ -73,3 +73,15 @@ def closed_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port: int = server.getsockname()[1]
     return port
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """The directory of a store."""
+    return tmp_path / "kv"
+
+
+@pytest.fixture
+def url(directory: Path) -> str:
+    """The URL of a store with room for what tests fill in."""
+    return f"disk:{directory}?capacity=64MiB"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-FIRST_S, NEXT_S = 0.06, 0.02
+FIRST_S, NEXT_S = 0.03, 0.01
 TOKENS = 5
 
 

@@ -312,14 +312,9 @@ READERS = {
 NAMES = ("--model", "--salt", "--lora", "--group")
 
 
-@pytest.fixture
-def url(tmp_path) -> str:
-    return f"disk:{tmp_path}/kv?capacity=64MiB"
-
-
 @pytest.mark.parametrize("command", [*READERS, "check", "bench store"])
 def test_a_store_that_cannot_be_reached_is_exit_code_4(kvconnect, closed_port, command):
-    url = f"redis://127.0.0.1:{closed_port}/0?timeout=2s"
+    url = f"redis://127.0.0.1:{closed_port}/0?timeout=200ms"
     name, *more = READERS.get(command, command.split())
     as_json = () if command == "check" else ("--json",)
     arguments = (name, *more, url) if name == "bench" else (name, url, *more)
@@ -336,7 +331,7 @@ def test_import_into_a_store_that_cannot_be_reached_is_exit_code_4(
 ):
     fill(url, chain("a", 2))
     assert kvconnect("export", url, "--all", "-o", tmp_path / "file")[0] == 0
-    target = f"redis://127.0.0.1:{closed_port}/0?timeout=2s"
+    target = f"redis://127.0.0.1:{closed_port}/0?timeout=200ms"
     code, out, err = kvconnect("import", target, tmp_path / "file", "--json")
     assert code == 4
     assert json.loads(out)["blocks"] == 0

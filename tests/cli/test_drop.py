@@ -8,9 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
-import pytest
 from stored_blocks import block, chain, entries, fill, prompt_chain
 
 from kvconnect.backends import open_backend
@@ -19,16 +17,6 @@ from kvconnect.keys import Namespace
 
 MINE, YOURS = Namespace("mine"), Namespace("yours")
 SPACES = [MINE, Namespace("mine", "adapter"), Namespace("mine", extra_key="vllm")]
-
-
-@pytest.fixture
-def directory(tmp_path) -> Path:
-    return tmp_path / "kv"
-
-
-@pytest.fixture
-def url(directory) -> str:
-    return f"disk:{directory}?capacity=64MiB"
 
 
 def tenant(*spaces, start=1000):
@@ -185,11 +173,7 @@ def test_prompts_come_from_text_files_lines_and_chats(kvconnect, url, model, tmp
     lines = tmp_path / "lines.jsonl"
     lines.write_text(json.dumps({"prompt": text}) + "\n" + json.dumps([1, 2, 3]) + "\n")
     (tmp_path / "one.txt").write_text(text)
-    for given in (
-        ["--prompt", text],
-        ["--prompt-file", tmp_path / "one.txt"],
-        ["--jsonl", lines],
-    ):
+    for given in (["--prompt", text], ["--prompt-file", tmp_path / "one.txt"], ["--jsonl", lines]):
         code, out, err = kvconnect("drop", url, model, *given, "--dry-run", "--json")
         assert code == 0, err
         found = json.loads(out)

@@ -13,6 +13,7 @@ from kvconnect.backend import Capabilities
 from kvconnect.backends.disk.store import DiskBackend
 
 PROMPT = list(range(100, 122))
+MORE_THAN_FITS = (1 << 20) // NBYTES + 5
 
 
 @pytest.fixture
@@ -31,14 +32,14 @@ def test_a_pinned_prompt_survives_other_traffic_and_a_restart(kvconnect, url, li
     fill(url, [*mine, *chain("other", 3)])
     code, out, err = kvconnect("pin", url, "--jsonl", lines)
     assert (code, out) == (0, "pinned 6 blocks, 72 KiB, 22 tokens\n"), err
-    fill(url, [block(("press", number)) for number in range(3 * (1 << 20) // NBYTES)])
+    fill(url, [block(("press", number)) for number in range(MORE_THAN_FITS)])
     left = entries(url)
     assert {one.key for one in mine} <= left.keys()
     assert not {one.key for one in chain("other", 3)} & left.keys()
     assert kvconnect("unpin", url, "--jsonl", lines)[0] == 0
     code, _, err = kvconnect("unpin", url, "--jsonl", lines)
     assert (code, err) == (3, "kvconnect: error: no pinned block matched\n")
-    fill(url, [block(("more", number)) for number in range(2 * (1 << 20) // NBYTES)])
+    fill(url, [block(("more", number)) for number in range(MORE_THAN_FITS)])
     assert not {one.key for one in mine} & entries(url).keys()
 
 

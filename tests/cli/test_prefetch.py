@@ -19,7 +19,7 @@ PROMPT = list(range(100, 122))
 
 @pytest.fixture
 def tiers(tmp_path) -> list[str]:
-    return [f"disk:{tmp_path}/{name}" for name in ("near", "middle", "far")]
+    return [f"disk:{tmp_path}/{name}?capacity=8MiB" for name in ("near", "middle", "far")]
 
 
 @pytest.fixture

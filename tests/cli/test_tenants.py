@@ -15,11 +15,6 @@ from kvconnect.keys import Namespace, salt_tag
 A, B = Namespace("a"), Namespace("b", "adapter")
 
 
-@pytest.fixture
-def url(tmp_path) -> str:
-    return f"disk:{tmp_path}/kv?capacity=64MiB"
-
-
 def load(url, blocks, elsewhere):
     store = DiskBackend(url.removeprefix("disk:").partition("?")[0])
     elsewhere(store.open([]))
@@ -66,15 +61,6 @@ def test_each_tenants_blocks_bytes_hits_and_tokens(kvconnect, url, two_tenants, 
     assert lines[3][:3] == ["Bertram", "&", "Co"]
     found = PromptStore(url).tenants({salt_tag("b"): "Bertram & Co"})
     assert [one.as_json() for one in found] == expected
-
-
-def test_tiers_are_counted_each(kvconnect, tmp_path):
-    tiers = [f"disk:{tmp_path}/{name}" for name in ("near", "far")]
-    blocks = prompt_chain(range(8), namespace=A)
-    fill(tiers[0], blocks[:1])
-    fill(tiers[1], blocks)
-    _, out, _ = kvconnect("stats", f"tiered:?tiers={','.join(tiers)}", "--by", "tenant", "--json")
-    assert json.loads(out)["tenants"] == [row(salt_tag("a"), 3, 0, 0)]
 
 
 @pytest.mark.parametrize(

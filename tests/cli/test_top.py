@@ -26,6 +26,7 @@ from kvconnect.prometheus.overview import Overview, StoreNumbers
 from kvconnect.trace import count
 
 DEADLINE_S = 60.0
+METRICS = b'kvconnect_requests_total{engine="e"} 3.0\n'
 
 
 @pytest.fixture
@@ -95,9 +96,12 @@ def test_json_of_a_server_is_its_metrics(kvconnect, server):
     assert told["prompt_tokens"] >= 100
 
 
-@pytest.mark.parametrize("end", ["/", "/metrics", "/v1", "/metrics/"])
-def test_a_servers_url_may_end_in_what_is_under_it(kvconnect, server, end):
-    assert kvconnect("top", server + end, "--once", "--json")[0] == 0
+def test_a_servers_url_may_end_in_what_is_under_it(kvconnect, answering):
+    server, said = answering
+    said[1] = METRICS
+    for end in ("/", "/metrics", "/v1", "/metrics/"):
+        assert kvconnect("top", server + end, "--once", "--json")[0] == 0
+    assert {path for path, _ in said[2]} == {"/metrics"}
 
 
 def test_json_of_a_store_is_what_stats_says(kvconnect, url):
@@ -146,7 +150,7 @@ def test_an_answer_that_is_none_of_metrics(kvconnect, answering, status, content
 
 def test_the_key_comes_from_the_option_or_the_environment(kvconnect, answering, monkeypatch):
     server, said = answering
-    said[1] = b'kvconnect_requests_total{engine="e"} 3.0\n'
+    said[1] = METRICS
     assert kvconnect("top", server, "--once", "--json", "--api-key", "k")[0] == 0
     monkeypatch.setenv("KVCONNECT_API_KEY", "from-there")
     assert kvconnect("top", server, "--once", "--json")[0] == 0
@@ -196,16 +200,8 @@ def server_numbers(**fields) -> Overview:
 
 def test_the_numbers_of_a_server():
     text = shown("http://host", server_numbers(), None)
-    assert line_of(text, "since its start")[3:] == [
-        "60.0",
-        "%",
-        "90.0",
-        "%",
-        "1,000",
-        "600",
-        "300",
-        "4",
-    ]
+    counts = "60.0 % 90.0 % 1,000 600 300 4"
+    assert line_of(text, "since its start")[3:] == counts.split()
     assert line_of(text, "evicted")[1:4] == ["300", "30.0", "%"]
     assert "late" not in text
     assert "running: 2 running" in text
@@ -259,7 +255,9 @@ def test_a_password_is_not_shown(kvconnect, closed_port):
 # ------------------------------------------------------------------------------------ a terminal
 
 
-def test_in_a_terminal_it_looks_again_and_again_until_ctrl_c(server):
+def test_in_a_terminal_it_looks_again_and_again_until_ctrl_c(answering):
+    server, said = answering
+    said[1] = METRICS
     leader, follower = pty.openpty()
     command = [sys.executable, "-m", "kvconnect", "top", server, "--interval", "50ms"]
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "150", "LINES": "50"}
@@ -286,7 +284,7 @@ def test_in_a_terminal_it_looks_again_and_again_until_ctrl_c(server):
         read_until(b"since its start")
         seen = b""
         read_until(b"last ")
-        count("engine.request", prompt_tokens=123_456_789)
+        said[1] += b'kvconnect_prompt_tokens_total{engine="e",outcome="new"} 123456789\n'
         read_until(b"123,45")
         process.send_signal(2)
         assert process.wait(DEADLINE_S) == 130

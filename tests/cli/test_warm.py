@@ -22,11 +22,6 @@ PROMPT = list(range(100, 164))  # two blocks, and no more
 
 
 @pytest.fixture
-def url(tmp_path) -> str:
-    return f"disk:{tmp_path}/kv?capacity=64MiB"
-
-
-@pytest.fixture
 def submitted(monkeypatch) -> list[int]:
     """The lengths of the prompts that engines are given."""
     found = []
@@ -174,7 +169,7 @@ def test_keys_and_whole_stores_cannot_be_computed(url, model):
 
 
 def test_a_store_that_cannot_be_reached_is_exit_code_4(kvconnect, closed_port, model):
-    url = f"redis://127.0.0.1:{closed_port}/0?timeout=2s"
+    url = f"redis://127.0.0.1:{closed_port}/0?timeout=200ms"
     code, _, err = kvconnect("warm", url, model, "--prompt", "x")
     assert code == 4, err
     assert str(closed_port) in err

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from server_process import running
 
 from kvconnect.engine.checkpoint.random_model import make_model
 
@@ -42,3 +45,19 @@ def example(
     spec.loader.exec_module(module)
     yield module
     del sys.modules[name]
+
+
+@pytest.fixture
+def forked(example: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forks the example's servers from a process that has imported everything."""
+    numbers = itertools.count()
+
+    @contextmanager
+    def process(command: str, *arguments: str, crash: bool = False) -> Iterator[Callable[[], str]]:
+        model, *options = arguments if command == "serve" else (None, *arguments)
+        patient = ("--lookup-timeout", "60s") if "--store" in options else ()
+        with running(model, tmp_path / f"output{next(numbers)}", *options, *patient) as one:
+            yield lambda: f"{one.url}/v1"
+            assert crash or one.stop() == 0
+
+    monkeypatch.setattr(example, "process", process)

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-# Several processes, each of which imports everything.
-pytestmark = pytest.mark.timeout(240)
+EXAMPLE = "disaggregated_serving"
+FEW = ("--tokens", "90", "--prompts")
 
 
 def output_of(script: Path, model: Path, prompts: int) -> list[str]:
-    more = ("--model", model, "--tokens", "90", "--prompts", str(prompts))
+    more = ("--model", model, *FEW, str(prompts))
     done = subprocess.run(
         [sys.executable, script, *more], capture_output=True, text=True, timeout=200, check=False
     )
@@ -22,6 +22,7 @@ def output_of(script: Path, model: Path, prompts: int) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(240)  # several processes, each of which imports everything
 def test_two_engines_transfer_every_prompt(repository_root, model):
     _, *lines = output_of(repository_root / "examples/disaggregated.py", model, 1)
     rows = [line.split() for line in lines]
@@ -31,8 +32,19 @@ def test_two_engines_transfer_every_prompt(repository_root, model):
     ]
 
 
-def test_servers_transfer_every_prompt_and_end_clean(repository_root, model):
-    lines = output_of(repository_root / "examples/disaggregated_serving.py", model, 2)
+def test_servers_transfer_every_prompt_and_end_clean(forked, example, model, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [f"{EXAMPLE}.py", "--model", str(model), *FEW, "2"])
+    example.main()
+    check(capsys.readouterr().out.splitlines())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_commands_transfer_every_prompt_and_end_clean(repository_root, model):
+    check(output_of(repository_root / f"examples/{EXAMPLE}.py", model, 2))
+
+
+def check(lines: list[str]) -> None:
     rows = [line.split() for line in lines if line.endswith(" yes")]
     assert [row[0] for row in rows] == ["without", "with"] * 2
     assert all(int(transferred) == int(tokens) - 1 for _, tokens, transferred, *_ in rows)

@@ -76,14 +76,15 @@ def test_the_script_runs(
     assert len(list(folder.iterdir())) == (length + 31) // 32
 
 
-@pytest.mark.parametrize("max_num_tokens", [2048, 40])
-def test_a_new_engine_loads_every_full_block(ask, max_num_tokens):
+def test_a_new_engine_loads_every_full_block(ask):
     """Blocks of the answer, too, and those of a beginning in common."""
-    cold = ask(max_num_tokens=max_num_tokens)
-    warm = ask(max_num_tokens=max_num_tokens)
-    assert warm.output_token_ids == cold.output_token_ids == ask(attached=False).output_token_ids
-    assert (cold.reused_store_tokens, warm.reused_store_tokens) == (0, FULL_BLOCKS * T)
-    assert warm.computed_tokens == len(PROMPT) - FULL_BLOCKS * T
+    cold, warm, chunked = ask(), ask(), ask(max_num_tokens=40)
+    assert cold.reused_store_tokens == 0
+    for found in (warm, chunked):
+        assert found.reused_store_tokens == FULL_BLOCKS * T
+        assert found.computed_tokens == len(PROMPT) - FULL_BLOCKS * T
+        assert found.output_token_ids == cold.output_token_ids
+    assert cold.output_token_ids == ask(attached=False).output_token_ids
     conversation = PROMPT + list(cold.output_token_ids)
     longer = ask([*conversation, 1, 2, 3])
     assert longer.reused_store_tokens == (len(conversation) - 1) // T * T
@@ -117,43 +118,36 @@ def _replace(file: Path) -> None:
     file.write_bytes(other.read_bytes())
 
 
-@pytest.mark.parametrize("damage", [_flip, _truncate, _replace])
-def test_a_damaged_file_costs_time_and_nothing_else(ask, folder: Path, damage, example, capsys):
+@pytest.fixture
+def fourth(engine, folder: Path) -> Path:
+    """The file of the prompt's fourth block."""
+    with engine() as llm:
+        keys = list(llm.store_keys({"prompt_token_ids": PROMPT}))
+    return folder / f"{keys[3].hex()}.safetensors"
+
+
+def test_a_damaged_file_costs_time_and_nothing_else(ask, fourth: Path, capsys):
     cold = ask()
-    # The file of the prompt's fourth block: what is before it is still good.
-    file = _file_of_block(folder, ask, index=3)
-    damage(file)
-    found = ask()
-    assert found.output_token_ids == cold.output_token_ids
-    assert found.reused_store_tokens <= 3 * T
-    assert "cannot load" in capsys.readouterr().err
-    repaired = ask()
-    assert repaired.reused_store_tokens == FULL_BLOCKS * T
-    assert repaired.output_token_ids == cold.output_token_ids
+    for damage in (_flip, _truncate, _replace):
+        damage(fourth)  # what is before it is still good
+        found = ask()
+        assert found.output_token_ids == cold.output_token_ids
+        assert found.reused_store_tokens <= 3 * T
+        assert "cannot load" in capsys.readouterr().err
+        repaired = ask()
+        assert repaired.reused_store_tokens == FULL_BLOCKS * T
+        assert repaired.output_token_ids == cold.output_token_ids
 
 
-def test_nothing_that_was_computed_behind_a_failed_load_is_kept(ask, folder: Path):
+def test_nothing_that_was_computed_behind_a_failed_load_is_kept(ask, fourth: Path):
     expected = ask(attached=False).output_token_ids
     ask(PROMPT[: 4 * T + 1])
     # Of the blocks behind it there is no file yet: the step of the failed load computes them.
-    _flip(_file_of_block(folder, ask, index=3))
+    _flip(fourth)
     assert ask().output_token_ids == expected
     loaded = ask()
     assert loaded.reused_store_tokens == FULL_BLOCKS * T
     assert loaded.output_token_ids == expected
-
-
-def _file_of_block(folder: Path, ask, index: int) -> Path:
-    """Found from outside: without it, loading stops at that block."""
-    for file in sorted(folder.iterdir()):
-        aside = folder.parent / "aside"
-        file.rename(aside)
-        with_hole = ask(PROMPT[: (index + 1) * T + 1])
-        (folder / file.name).unlink(missing_ok=True)
-        aside.rename(file)
-        if with_hole.reused_store_tokens == index * T:
-            return file
-    pytest.fail("no file is the block's")
 
 
 def test_a_folder_that_cannot_be_written_loses_the_cache_and_nothing_else(

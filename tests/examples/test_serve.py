@@ -2,33 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 import sys
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from server_process import running
 
 from kvconnect.engine.checkpoint.random_model import make_model
 
 EXAMPLE = "serve"
-
-
-@pytest.fixture
-def forked(example, tmp_path: Path, monkeypatch):
-    """Servers that are forked from a process which has imported everything."""
-    numbers = itertools.count()
-
-    @contextmanager
-    def server(model: Path, store: str):
-        named = ("--store", store, "--served-model-name", "demo", "--tokens-per-block", "32")
-        arguments = (*named, "--lookup-timeout-ms", "60000", "--no-overlap-loads")
-        with running(model, tmp_path / f"output{next(numbers)}", *arguments) as one:
-            yield lambda: f"{one.url}/v1"
-
-    monkeypatch.setattr(example, "server", server)
 
 
 def test_a_chat_survives_a_restart(forked, example, tmp_path: Path, monkeypatch, capsys):

@@ -37,11 +37,6 @@ def dropped(url, **which):
     return gone, done
 
 
-@pytest.fixture
-def url(tmp_path) -> str:
-    return f"disk:{tmp_path}/kv?capacity=64MiB"
-
-
 def test_a_prompt_is_found_in_every_geometry_group_and_share(url):
     mine = [
         *prompt_chain(PROMPT),

@@ -23,11 +23,6 @@ HEX = (b"m" * 16).hex()
 OURS = Namespace("ours")
 
 
-@pytest.fixture
-def url(tmp_path) -> str:
-    return f"disk:{tmp_path}/kv?capacity=64MiB"
-
-
 def chain(prompt=PROMPT, namespace=OURS, model=MODEL, **more):
     return prompt_chain(prompt, namespace=namespace, model=model, **more)
 

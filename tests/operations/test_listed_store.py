@@ -16,11 +16,6 @@ ACME = Namespace("acme")
 PROMPT = list(range(100, 122))
 
 
-@pytest.fixture
-def url(tmp_path) -> str:
-    return f"disk:{tmp_path}/kv?capacity=64MiB"
-
-
 def listed(url, names=None):
     return asyncio.run(list_store(url, names or {}, lambda _: None))
 
@@ -88,4 +83,4 @@ def test_stores_that_cannot_be_listed_are_refused():
     with pytest.raises(ConfigurationError, match="from outside there is nothing in it"):
         listed("memory:")
     with pytest.raises(BackendUnavailable):
-        listed("redis://127.0.0.1:1/0?timeout=1s")
+        listed("redis://127.0.0.1:1/0?timeout=200ms")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import tracemalloc
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,26 +13,31 @@ from own_process import own_process
 
 from kvconnect.engine.request.logprobs import Logprob, LogprobTable, TopTokens
 from kvconnect.engine.request.output import StreamChunk
-from kvconnect.server.openai.answer import AnswerForm, made_late
-from kvconnect.server.openai.chat import ChatAnswer
-from kvconnect.server.openai.completion import CompletionAnswer
+from kvconnect.server.openai.answer import made_late
+from kvconnect.server.openai.chat import ChatAnswer, ChatRequest
+from kvconnect.server.openai.completion import CompletionAnswer, CompletionRequest
 
-FORM = AnswerForm("m")
+LLM = SimpleNamespace(layout=SimpleNamespace(tokens_per_block=16), tokenizer=None)
+
+
+def answers(top):
+    chat = ChatRequest(messages=[], logprobs=True, top_logprobs=top)
+    return [CompletionAnswer(CompletionRequest(prompt="x"), LLM, "m"), ChatAnswer(chat, LLM, "m")]
 
 
 @pytest.mark.parametrize("worst", [-math.inf, math.nan])
-@pytest.mark.parametrize("answer", [CompletionAnswer(FORM), ChatAnswer(FORM, 2)])
+@pytest.mark.parametrize("answer", answers(2))
 def test_a_token_that_cannot_come_has_a_finite_log_probability(answer, worst):
     logprobs = {5: Logprob(worst, 2, "x"), 6: Logprob(-0.5, 1, "y")}
     chunk = StreamChunk(0, (5,), "x", None, logprobs=(logprobs,))
-    told = json.dumps(answer.chunk(0, chunk), allow_nan=False, default=made_late)
+    told = json.dumps(answer.chunk(chunk), allow_nan=False, default=made_late)
     assert "-9999.0" in told
     assert "-0.5" in told
 
 
 @own_process
 def test_log_probabilities_are_made_when_they_become_text():
-    for answer in (CompletionAnswer(FORM), ChatAnswer(FORM, 20)):
+    for answer in answers(20):
         check_made_late(answer)
 
 
@@ -45,7 +51,7 @@ def check_made_late(answer):
     chunk = StreamChunk(0, ids, "x", None, logprobs=table.view())
     tracemalloc.start()
     try:
-        made = answer.chunk(0, chunk)
+        made = answer.chunk(chunk)
         held, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

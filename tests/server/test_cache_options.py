@@ -54,8 +54,7 @@ def drop_device(server: ServerProcess) -> None:
     )
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize(("path", "streams"), [*zip(PATHS, (False, True), strict=True)])
 def test_loads_and_saves_are_refused_for_one_request(stored: ServerProcess, path, streams):
     name = f"loads and saves {streams}"
 
@@ -69,11 +68,10 @@ def test_loads_and_saves_are_refused_for_one_request(stored: ServerProcess, path
     assert ask() == {("reused", "")}
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_the_priority_is_that_of_all_its_blocks(stored: ServerProcess, path: str):
+def test_the_priority_is_that_of_all_its_blocks(stored: ServerProcess):
     def ask(**kvconnect: object) -> set[tuple[str, str]]:
         drop_device(stored)
-        return outcomes(stored, path, body(path, "priority", **kvconnect))
+        return outcomes(stored, CHAT, body(CHAT, "priority", **kvconnect))
 
     ask(priority=29, ttl="1h")
     assert ask(priority=30, ttl="1h") == {("not_saved", "below min_priority")}

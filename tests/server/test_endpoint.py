@@ -37,7 +37,6 @@ def test_a_client_that_leaves_keeps_its_place_until_its_prompt_is_let_go():
         completions=1,
         stream=False,
         submit=submit,
-        answer=lambda *_: None,
         max_logprobs=lambda _: 0,
         kv_transfer_params=None,
     )
@@ -63,7 +62,8 @@ def test_a_client_that_leaves_keeps_its_place_until_its_prompt_is_let_go():
     with ThreadPoolExecutor(1) as thread:
         threads = SimpleNamespace(parsing=thread, tokenizing=thread)
         settings = ServerSettings(model_names=("tiny",))
-        endpoint = GenerationEndpoint(kind, Service(llm, settings, admission, threads))
+        service = Service(llm, settings, admission, threads)
+        endpoint = GenerationEndpoint(kind, lambda *_: None, service)
         assert asyncio.run(run()) == (0, 2)
     assert admission.idle
     assert submitted == [llm], "the second one was not begun any more"

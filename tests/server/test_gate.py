@@ -11,14 +11,14 @@ from kvconnect.server.settings import ServerSettings
 ADMIN, METRICS, CLIENT = "of-the-admin", "of-prometheus", "of-clients"
 
 
-async def status_of(gate: Gate, path: str, key: str | None) -> int:
+async def status_of(gate: Gate, path: str, key: str | None, scheme: str = "Bearer ") -> int:
     found: list[int] = []
 
     async def send(message):
         if message["type"] == "http.response.start":
             found.append(message["status"])
 
-    headers = [] if key is None else [(b"authorization", f"Bearer {key}".encode())]
+    headers = [] if key is None else [(b"authorization", f"{scheme}{key}".encode("latin-1"))]
     scope = {"type": "http", "method": "GET", "path": path, "headers": headers, "query_string": b""}
     await gate(scope, lambda: None, send)
     return found[0]
@@ -70,3 +70,15 @@ async def test_the_metrics_key_opens_nothing_else():
     assert await status_of(gate, "/v1/cache/drop", METRICS) == 401
     assert await status_of(gate, "/v1/completions", METRICS) == 401
     assert await status_of(gate, "/health", METRICS) == 200
+
+
+async def test_only_the_whole_key_opens_all_but_health():
+    gate = gate_with(api_key=CLIENT)
+    for path in ("/v1/completions", "/metrics", "/x"):
+        for key in ("wrong", "", CLIENT[:-1], f"{CLIENT}s", "sécret", None):
+            assert await status_of(gate, path, key) == 401
+        for scheme in ("", "Basic ", "Bearer"):
+            assert await status_of(gate, path, CLIENT, scheme) == 401
+        # As HTTP has it, the name of the scheme is the same in any case.
+        assert await status_of(gate, path, CLIENT, "bearer  ") == 200
+    assert await status_of(gate, "/health", None) == 200

@@ -77,6 +77,7 @@ class Slow:
 
     max_seq_len = 100
     events_address = None
+    tokenizer = None
     layout = SimpleNamespace(tokens_per_block=16)
 
     def __init__(self) -> None:

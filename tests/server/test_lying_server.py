@@ -14,8 +14,7 @@ from kvconnect.cli.main import main
 from kvconnect.errors import BackendUnavailable, ConfigurationError
 from kvconnect.operations import remote
 from kvconnect.operations.archive import ArchiveStream, ArchiveWriter
-from kvconnect.operations.export import Exported
-from kvconnect.operations.saving import Saved
+from kvconnect.operations.result import Exported, Saved
 
 COUNTS = {"blocks": 1, "resumed": 0, "missing": 0, "missing_keys": 0, "unknown": 0}
 

@@ -399,7 +399,7 @@ async def test_a_page_without_an_admin_key_shows_no_text(url):
         (["serve", "m", "--page", "--tenants", "no-file"], 2, "--tenants no-file"),
         (["page", "nowhere"], 2, "a scheme is needed"),
         (["page", "memory:"], 2, "from outside there is nothing in it"),
-        (["page", "redis://127.0.0.1:1/0?timeout=1s"], 4, "127.0.0.1:1"),
+        (["page", "redis://127.0.0.1:1/0?timeout=200ms"], 4, "127.0.0.1:1"),
         (["page", "URL", "--model-revision", "x"], 2, "--model-revision: needs MODEL"),
         (["page", "URL", "no/model"], 2, "no/model"),
         (["page", "URL", "--host", "0.0.0.0"], 2, "set an API key"),

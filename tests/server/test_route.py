@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 import os
 import signal
-import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -213,31 +212,7 @@ def test_more_than_the_router_takes_are_told_to_come_again(router, servers):
     wait_until(servers.idle, "they are ended")
 
 
-# ------------------------------------------------------------------------------ deaths
-
-
-def test_without_a_prefill_server_the_decode_server_computes(servers, server, tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as nobody:
-        gone = f"http://127.0.0.1:{nobody.getsockname()[1]}"
-    urls = ("--prefill", gone, "--decode", servers.decode[0].url)
-    with running(None, tmp_path / "router", *urls) as router:
-        body = ASKED | {"prompt": prefix(900)}
-        assert router.post(body)[1]["choices"] == server.post(body)[1]["choices"]
-        assert router.figure("kvconnect_route_computed_by_decode_total") == 1
-        assert router.stop() == 0
-    assert "is down" in router.said()
-
-
-def test_without_a_decode_server_there_is_no_answer_but_a_reason(servers, tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as nobody:
-        gone = f"http://127.0.0.1:{nobody.getsockname()[1]}"
-    urls = ("--prefill", servers.prefill[0].url, "--decode", gone)
-    with running(None, tmp_path / "router", *urls) as router:
-        status, answer, headers = router.post(ASKED)
-        assert (status, answer["error"]["code"]) == (503, "no_decode_server")
-        assert gone not in answer["error"]["message"]
-        assert headers["retry-after"] == "1"
-        assert router.post(b"", "/health", method="GET")[0] == 503
+# ------------------------------------------------------------------------------ the end
 
 
 def test_a_signal_lets_requests_end(servers, tmp_path):

@@ -209,7 +209,7 @@ async def test_a_stream_begins_with_its_first_token(events, held, size):
             yield one
 
     response = httpx2.Response(200, headers={"content-type": "text/event-stream"}, content=pieces())
-    opened = await begin(response)
+    opened = await begin(None, response)
     assert opened.beginning.startswith(b"".join(events[:held]))
     assert len(opened.beginning) < len(b"".join(events[:held])) + size or size == 1000
     assert opened.error_event == any(b'"error"' in one for one in events)

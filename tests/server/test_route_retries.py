@@ -22,9 +22,7 @@ from starlette.responses import JSONResponse, StreamingResponse
 from kvconnect.server.admission import Admission
 from kvconnect.server.http.disconnect import while_connected
 from kvconnect.server.route import client as route_client
-from kvconnect.server.route.client import InstanceClient
 from kvconnect.server.route.fleet import Fleet
-from kvconnect.server.route.followed_events import FollowedEvents
 from kvconnect.server.route.run import ask_all, make_app
 from kvconnect.server.route.settings import RouteSettings
 from kvconnect.server.trust import ROUTER_SECRET_HEADER
@@ -107,26 +105,31 @@ class Routed:
 
 @pytest.fixture
 async def routed() -> AsyncIterator[Callable[..., Any]]:
-    """Starts a router before servers that say `prefill` and `decode`."""
+    """Starts a router before servers that say `prefill` and `decode`; ``None``: that are gone."""
     async with AsyncExitStack() as stack:
 
         async def start(prefill: list[Any], decode: list[Any], **settings: Any) -> Routed:
             servers = [FakeServer(say) for say in (*prefill, *decode)]
-            urls = [await stack.enter_async_context(listening(one)) for one in servers]
+            urls = [
+                await stack.enter_async_context(listening(one)) if one.say else nowhere()
+                for one in servers
+            ]
             made = RouteSettings(
                 prefill=tuple(urls[: len(prefill)]), decode=tuple(urls[len(prefill) :]), **settings
             )
-            client, fleet = InstanceClient(made), Fleet(made)
-            stack.push_async_callback(client.close)
-            parsing = stack.enter_context(ThreadPoolExecutor(1))
-            app = make_app(
-                fleet, client, made, Admission(made.max_requests, 1 << 20, "requests"), parsing
-            )
+            fleet, parsing = Fleet(made), stack.enter_context(ThreadPoolExecutor(1))
+            stack.push_async_callback(fleet.close)
+            app = make_app(fleet, Admission(made.max_requests, 1 << 20, "requests"), parsing)
             one = Routed(servers[: len(prefill)], servers[len(prefill) :], app)
             await stack.enter_async_context(one.client)
             return one
 
         yield start
+
+
+def nowhere() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as nobody:
+        return f"http://127.0.0.1:{nobody.getsockname()[1]}"
 
 
 class FakeHost(uvicorn.Server):
@@ -186,6 +189,14 @@ async def test_the_prefill_server_is_asked_for_the_prompt_only(routed):
         assert headers[ROUTER_SECRET_HEADER] == "a-secret"
 
 
+async def test_servers_get_the_names_of_the_clients_trace(routed):
+    one = await routed([computed], [answered])
+    named = {"traceparent": f"00-{'1' * 32}-{'2' * 16}-01", "tracestate": "vendor=1"}
+    await one.client.post("/v1/completions", json=BODY, headers=named)
+    for headers in (*one.prefill[0].headers, *one.decode[0].headers):
+        assert {name: headers[name] for name in named} == named
+
+
 async def test_one_after_the_other_if_told_to(routed):
     one = await routed([computed], [answered], stream_layers=False)
     for number in range(2):
@@ -215,15 +226,20 @@ async def test_another_prefill_server_is_tried(routed, status):
     assert all(asked["kv_transfer_params"] for asked in one.decode[0].asked)
 
 
-@pytest.mark.parametrize(
-    ("prefill", "settings"), [([answered], {}), ([silence, silence], {"prefill_timeout_s": 0.2})]
-)
-async def test_a_prefill_server_that_is_late_or_gives_no_parameters_is_none(
-    routed, prefill, settings
-):
-    one = await routed(prefill, [answered], **settings)
+@pytest.mark.parametrize("prefill", [[answered], [None], [silence, silence]])
+async def test_a_prefill_server_that_is_gone_late_or_gives_no_parameters_is_none(routed, prefill):
+    one = await routed(prefill, [answered], prefill_timeout_s=60.0 if len(prefill) < 2 else 0.2)
     assert (await one.post()).status_code == 200
     assert "kv_transfer_params" not in one.decode[0].asked[0]
+
+
+async def test_a_server_that_is_gone_is_down(routed):
+    one = await routed([None], [None])
+    answer = await one.post()
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_decode_server")
+    assert answer.headers["retry-after"] == "1"
+    assert "127.0.0.1" not in answer.text
+    assert (await one.client.get("/health")).status_code == 503
 
 
 async def test_while_both_are_asked_a_prefill_that_fails_ends_the_fetch(routed):
@@ -358,36 +374,36 @@ def _stopped(after_s: float, seconds: float) -> None:
 
 
 @asynccontextmanager
-async def asking(after_s: float, **settings: float) -> AsyncIterator[tuple[Fleet, InstanceClient]]:
+async def asking(after_s: float, **settings: float) -> AsyncIterator[Fleet]:
     """A router's side of one decode server that takes so long for each answer."""
     async with listening(_answers_after(after_s)) as url:
-        made = RouteSettings(decode=(url,), **settings)
-        client = InstanceClient(made)
-        yield Fleet(made), client
-        await client.close()
+        fleet = Fleet(RouteSettings(decode=(url,), **settings))
+        yield fleet
+        await fleet.close()
 
 
 async def test_a_router_that_was_stopped_does_not_take_its_servers_for_dead():
-    async with asking(0.1, health_timeout_s=1.5) as (fleet, client):
-        _stopped(0.05, 2.0)
-        await ask_all(fleet, client, FollowedEvents(10))
+    async with asking(0.1, health_timeout_s=1.0) as fleet:
+        _stopped(0.05, 1.2)
+        await ask_all(fleet)
         assert fleet.decode[0].down is None
 
 
 async def test_a_server_that_does_not_say_how_it_is_counts_as_dead_in_time():
-    async with asking(120, health_timeout_s=0.3) as (fleet, client):
+    async with asking(120, health_timeout_s=0.3) as fleet:
         started = time.monotonic()
-        await ask_all(fleet, client, FollowedEvents(10))
+        await ask_all(fleet)
         assert fleet.decode[0].down is not None
         assert time.monotonic() - started < 60
 
 
 async def test_a_router_that_is_stopped_while_it_connects_connects_again(monkeypatch):
     monkeypatch.setattr(route_client, "_CONNECT_S", 0.2)
-    async with asking(0) as (fleet, client):
+    async with asking(0) as fleet:
         (instance,) = fleet.decode
         _stopped(0, 1.0)
-        async with client.post(instance, "/v1/completions", b"{}", transfers=False) as answer:
+        post = fleet.client.post(instance, "/v1/completions", b"{}", transfers=False)
+        async with post as answer:
             assert await answer.aread() == b"{}"
         assert instance.down is None
 
@@ -412,10 +428,8 @@ async def test_an_answer_to_a_client_that_left_fills_no_log(caplog):
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(2) as threads:
         streaming = threads.submit(stream, listener)
         settings = RouteSettings(decode=(f"http://127.0.0.1:{listener.getsockname()[1]}",))
-        client = InstanceClient(settings)
-        app = make_app(
-            Fleet(settings), client, settings, Admission(8, 1 << 20, "requests"), threads
-        )
+        fleet = Fleet(settings)
+        app = make_app(fleet, Admission(8, 1 << 20, "requests"), threads)
         async with listening(app) as url:
             _, _, port = url.rpartition(":")
             reader, writer = await asyncio.open_connection("127.0.0.1", int(port))
@@ -425,5 +439,5 @@ async def test_an_answer_to_a_client_that_left_fills_no_log(caplog):
             assert sent.wait(60)  # as does the router: it runs in this thread
             writer.transport.abort()
             await asyncio.to_thread(streaming.result, 60)
-        await client.close()
+        await fleet.close()
     assert "socket.send()" not in caplog.text

@@ -13,7 +13,7 @@ import pytest
 import server_child
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from server_fleet import started
-from server_process import running, wait_until
+from server_process import running
 
 from kvconnect.cli.main import main
 
@@ -89,16 +89,14 @@ def test_a_server_makes_a_span_of_each_request(model: Path, tmp_path: Path):
         assert own >= {"queue", "prefill", "decode"}
 
 
-@pytest.mark.parametrize("routers_own", [False, True])
 def test_both_servers_of_a_router_belong_to_the_clients_trace(
-    model: Path, tmp_path: Path, collector: Collector, routers_own: bool
+    model: Path, tmp_path: Path, collector: Collector
 ):
+    """Of a router without spans of its own: test_route_retries."""
     traced = ("--traces", collector.url)
     with (
         started(model, tmp_path, 1, 1, *traced) as servers,
-        running(
-            None, tmp_path / "router", *servers.urls(), *(traced if routers_own else ())
-        ) as router,
+        running(None, tmp_path / "router", *servers.urls(), *traced) as router,
     ):
         assert router.post(ASKED, headers=HEADERS)[0] == 200
         for one in (router, *servers.prefill, *servers.decode):
@@ -106,21 +104,10 @@ def test_both_servers_of_a_router_belong_to_the_clients_trace(
     assert {one.trace_id.hex() for one in collector.spans} == {TRACE}
     routed = [one for one in collector.spans if one.name == "kvconnect.route"]
     requests = [one for one in collector.spans if one.name == "kvconnect.request"]
-    assert len(routed) == routers_own
-    assert [one.parent_span_id.hex() for one in routed] == [PARENT] * routers_own
-    parent = routed[0].span_id.hex() if routers_own else PARENT
-    assert [one.parent_span_id.hex() for one in requests] == [parent] * 2
+    assert [one.parent_span_id.hex() for one in routed] == [PARENT]
+    assert [one.parent_span_id for one in requests] == [routed[0].span_id] * 2
     assert {one.trace_state for one in requests} == {"vendor=1"}
     assert collector.services == {"kvconnect"}
-
-
-def test_a_collector_that_is_gone_costs_spans_only(model: Path, tmp_path: Path, collector):
-    output = tmp_path / "output"
-    collector.server_close()
-    with running(model, output, "--traces", collector.url) as server:
-        assert server.post(ASKED)[0] == 200
-        assert server.stop() == 0
-    wait_until(lambda: "Traceback" not in output.read_text(), "no error is raised")
 
 
 @pytest.mark.parametrize("command", ["serve", "route"])

@@ -267,29 +267,6 @@ def test_a_cache_in_use_is_not_emptied(server):
         assert server.post(b"", "/reset_prefix_cache")[0] == 409
 
 
-# ---------------------------------------------------------------- what others could learn
-
-
-def cached_of(server, prompt, **fields):
-    usage = ask(server, **ASKED | {"prompt": prompt}, **fields)["usage"]
-    return usage["prompt_tokens_details"]["cached_tokens"]
-
-
-def test_without_a_salt_cached_tokens_are_counted_in_blocks(server):
-    """Else anybody could read another's prompt character by character."""
-    secret = "the password of the day is swordfish, and nobody may know it"
-    ask(server, **ASKED | {"prompt": secret})
-    for length in range(17, 48):
-        guess = secret[:length] + "?"
-        assert cached_of(server, guess) % 16 == 0
-
-
-def test_with_a_salt_cached_tokens_are_exact(server):
-    prompt = "A tenant may know what is cached of its own prompts."
-    ask(server, **ASKED | {"prompt": prompt, "cache_salt": "mine"})
-    assert cached_of(server, prompt[:41] + "?", cache_salt="mine") == 41
-
-
 # ---------------------------------------------------------------- options
 
 
@@ -311,8 +288,7 @@ def test_names_a_template_and_salts_that_are_required(model, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
-    [(None, "cannot be read"), ("{% for %}", "is no template: line 1")],
+    ("text", "message"), [(None, "cannot be read"), ("{% for %}", "is no template: line 1")]
 )
 def test_a_wrong_template_is_refused_at_once(tmp_path, capsys, text, message):
     path = tmp_path / "template.jinja"

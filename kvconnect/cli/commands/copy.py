@@ -14,12 +14,12 @@ from kvconnect.backends.guard.store import GuardedBackend
 from kvconnect.backends.main_loop import run_to_end
 from kvconnect.backends.url import StoreUrl, format_size
 from kvconnect.cli.command import add_json, add_url, tell
-from kvconnect.cli.options.selection import Selection
+from kvconnect.cli.options.selection import add_selection, require_match, selection_of
 from kvconnect.errors import BadFrame, ConfigurationError
-from kvconnect.operations.listing import each_block
 from kvconnect.operations.progress import Progress
 from kvconnect.operations.saving import save_all
-from kvconnect.operations.visit import listed, visiting
+from kvconnect.operations.selection import Selection
+from kvconnect.operations.visit import each_block, listed, visiting
 
 if TYPE_CHECKING:
     from kvconnect.operations.frame_reader import ReadFrame
@@ -38,7 +38,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     add_url(parser, "source")
     add_url(parser, "target")
-    Selection.add_options(parser)
+    add_selection(parser)
     add_json(parser)
 
 
@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.source == arguments.target:
         target = StoreUrl.parse(arguments.target)
         raise ConfigurationError(f"TARGET {target}: is SOURCE; give another store")
-    selection = Selection.from_arguments(arguments)
+    selection = selection_of(arguments)
     done = _Copied()
     start = time.monotonic()
     try:
@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> None:
     finally:
         if done.opened:
             _report(arguments, done, time.monotonic() - start)
-    selection.require_match(found=done.copied + done.skipped + done.bad + done.gone > 0)
+    require_match(selection, found=done.copied + done.skipped + done.bad + done.gone > 0)
     if done.bad:
         raise BadFrame(f"{done.bad} bad blocks were left behind; 'kvconnect verify' lists them")
 
@@ -144,10 +144,7 @@ async def parents_first(
 
 
 async def _missing(
-    target: GuardedBackend,
-    entries: AsyncIterator[StoredEntry],
-    done: _Copied,
-    progress: Progress,
+    target: GuardedBackend, entries: AsyncIterator[StoredEntry], done: _Copied, progress: Progress
 ) -> AsyncIterator[StoredEntry]:
     """Yields the entries that `target` may lack, according to lookups of many keys at once."""
     batch: list[StoredEntry] = []
@@ -162,10 +159,7 @@ async def _missing(
 
 
 async def _without_present(
-    target: GuardedBackend,
-    entries: Sequence[StoredEntry],
-    done: _Copied,
-    progress: Progress,
+    target: GuardedBackend, entries: Sequence[StoredEntry], done: _Copied, progress: Progress
 ) -> list[StoredEntry]:
     left: list[StoredEntry] = []
     rest = list(entries)

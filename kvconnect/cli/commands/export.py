@@ -5,16 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from kvconnect.address import is_http_url
 from kvconnect.cli.command import NothingMatched, add_json
 from kvconnect.cli.options.http_options import ADMIN_KEY
 from kvconnect.cli.wanted import add_wanted, reported, store_and_wanted, wanted_of_server
 from kvconnect.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from kvconnect.operations.export import Exported
+from kvconnect.operations.result import Exported
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -46,8 +43,6 @@ def run(arguments: argparse.Namespace) -> None:
         NothingMatched: the store has none of the blocks.
         BadFrame: damaged blocks were left out.
     """
-    from kvconnect.operations.export import Exported
-
     with reported(arguments, Exported(), "exported") as done:
         (_by_server if is_http_url(arguments.url) else _export)(arguments, done)
     if not done.blocks:

@@ -7,12 +7,11 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, TextIO
 
-from kvconnect.backends.url import parse_duration
 from kvconnect.cli.command import Options, add_json, add_number, add_old_name, picked
 from kvconnect.cli.options.engine_options import (
     add_cache_options,
@@ -21,15 +20,14 @@ from kvconnect.cli.options.engine_options import (
     open_llm,
 )
 from kvconnect.cli.prompts import GivenPrompt, add_prompt_options, read_prompts
-from kvconnect.config import KvCacheRetentionConfig, TokenRangeRetentionConfig
-from kvconnect.errors import ConfigurationError
+from kvconnect.config import KvCacheRetentionConfig
+from kvconnect.operations.progress import Progress
 from kvconnect.sampling_params import SamplingParams
+from kvconnect.simulate.retention_policy import RetentionPolicy
 
 if TYPE_CHECKING:
     from kvconnect.engine.llm import LLM
     from kvconnect.engine.request.output import CompletionOutput, RequestOutput
-
-_FORM = "write START:END=PRIORITY[:DURATION] or decode=PRIORITY[:DURATION], as in 0:1024=90:30s"
 
 logger = logging.getLogger("kvconnect")
 
@@ -143,7 +141,7 @@ def run(arguments: argparse.Namespace) -> None:
             picked(arguments, *(SamplingParams.model_fields.keys() & vars(arguments).keys())),
         )
     )
-    retention = parse_retention(arguments.retention)
+    retention = RetentionPolicy(arguments.retention, ("decode",)).config(None, line=0)
     with _metrics(arguments), open_llm(arguments) as llm:
         for prompt, output in _answers(llm, prompts, retention):
             if arguments.json:
@@ -186,8 +184,6 @@ def _metrics(arguments: argparse.Namespace) -> AbstractContextManager[object]:
 def _answers(
     llm: LLM, prompts: list[GivenPrompt], retention: KvCacheRetentionConfig | None
 ) -> Iterator[tuple[GivenPrompt, RequestOutput]]:
-    from kvconnect.operations.progress import Progress
-
     lengths = [prompt.sampling.n * prompt.sampling.max_tokens for prompt in prompts]
     handles = [prompt.submit(llm, retention) for prompt in prompts]
     with Progress("generate", sum(lengths), "tokens") as progress:
@@ -224,51 +220,3 @@ def shown_on(stream: TextIO, text: str) -> str:
     if not stream.isatty():
         return text
     return _CONTROLS.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
-
-
-def parse_retention(texts: Iterable[str]) -> KvCacheRetentionConfig | None:
-    """Returns the retention of all options `texts` together; ``None`` without any.
-
-    ``START:END`` are prompt tokens; without END, all from START on. ``decode`` stands for generated
-    tokens. A duration is 500ms, 30s, 10m, …; without one it is unlimited.
-
-    Raises:
-        ConfigurationError: names the text and what is right.
-    """
-    ranges: list[TokenRangeRetentionConfig] = []
-    decode: KvCacheRetentionConfig | None = None
-    for text in texts:
-        where, _, policy = text.partition("=")
-        priority, _, duration = policy.partition(":")
-        field = f"--retention {text}"
-        duration_ms = 1000 * parse_duration(duration, field=field) if duration else None
-        if where == "decode":
-            decode = KvCacheRetentionConfig(
-                decode_retention_priority=_number(priority, text), decode_duration_ms=duration_ms
-            )
-            continue
-        start, colon, end = where.partition(":")
-        if not colon:
-            raise ConfigurationError(f"{field}: {_FORM}")
-        ranges.append(
-            TokenRangeRetentionConfig(
-                token_start=_number(start, text),
-                token_end=_number(end, text) if end else None,
-                priority=_number(priority, text),
-                duration_ms=duration_ms,
-            )
-        )
-    if not ranges:
-        return decode
-    decode = decode or KvCacheRetentionConfig()
-    return KvCacheRetentionConfig(
-        token_range_retention_configs=tuple(ranges),
-        decode_retention_priority=decode.decode_retention_priority,
-        decode_duration_ms=decode.decode_duration_ms,
-    )
-
-
-def _number(digits: str, text: str) -> int:
-    if not digits.isdecimal():
-        raise ConfigurationError(f"--retention {text}: {_FORM}")
-    return int(digits)

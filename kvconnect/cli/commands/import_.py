@@ -12,7 +12,7 @@ from kvconnect.cli.options.http_options import ADMIN_KEY
 from kvconnect.cli.wanted import add_model_revision, reported
 from kvconnect.errors import ConfigurationError
 from kvconnect.operations.prompt_store import PromptStore
-from kvconnect.operations.saving import Saved
+from kvconnect.operations.result import Saved
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -14,11 +14,11 @@ from kvconnect.backend import StoredEntry
 from kvconnect.backends.main_loop import run_to_end
 from kvconnect.backends.url import format_size
 from kvconnect.cli.command import add_json, add_number, add_url, require_at_least_one
-from kvconnect.cli.options.selection import Selection
+from kvconnect.cli.options.selection import add_selection, require_match, selection_of
 from kvconnect.keys import KEY_NBYTES, salt_of
-from kvconnect.operations.listing import each_block
 from kvconnect.operations.progress import Progress
-from kvconnect.operations.visit import listed, visiting
+from kvconnect.operations.selection import Selection
+from kvconnect.operations.visit import each_block, listed, visiting
 
 _SORT: dict[str, Callable[[StoredEntry], Any]] = {
     "age": lambda entry: entry.created_at,
@@ -28,10 +28,7 @@ _SORT: dict[str, Callable[[StoredEntry], Any]] = {
     "key": lambda entry: entry.key,
 }
 _UNITS = ((86400 * 365, "y"), (86400, "d"), (3600, "h"), (60, "m"), (1, "s"))
-_COLUMNS = (
-    *("KEY", "BYTES", "AGE", "USED", "PRIO", "PINNED", "TOKENS", "GROUP", "MODEL"),
-    "SPACE",
-)
+_COLUMNS = ("KEY", "BYTES", "AGE", "USED", "PRIO", "PINNED", "TOKENS", "GROUP", "MODEL", "SPACE")
 _ROW = "{:<16}  {:>10}  {:>5}  {:>5}  {:>4}  {:>6}  {:>6}  {:>5}  {:<8}  {:<8}"
 
 
@@ -49,7 +46,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     add_number(parser, "--limit", "only the first so many")
     add_json(parser, "block")
-    Selection.add_options(parser)
+    add_selection(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -59,8 +56,8 @@ def run(arguments: argparse.Namespace) -> None:
         NothingMatched: no block is of the model, salt, adapter or group that is named.
     """
     require_at_least_one(arguments, "limit")
-    selection = Selection.from_arguments(arguments)
-    selection.require_match(found=run_to_end(_list(arguments, selection)))
+    selection = selection_of(arguments)
+    require_match(selection, found=run_to_end(_list(arguments, selection)))
 
 
 async def _list(arguments: argparse.Namespace, selection: Selection) -> bool:

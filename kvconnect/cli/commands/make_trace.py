@@ -10,6 +10,7 @@ from pathlib import Path
 from kvconnect.cli.command import add_number, add_old_name, picked
 from kvconnect.errors import ConfigurationError
 from kvconnect.operations.progress import Progress
+from kvconnect.simulate.workload import Workload
 
 _LINES_PER_UPDATE = 256
 
@@ -51,8 +52,6 @@ def run(arguments: argparse.Namespace) -> None:
     Raises:
         ConfigurationError: a bad option, or the file exists.
     """
-    from kvconnect.simulate.workload import Workload
-
     workload = Workload(
         num_requests=arguments.requests,
         requests_per_s=arguments.rate,

@@ -8,12 +8,7 @@ from contextlib import closing
 from kvconnect.backends.main_loop import run_to_end
 from kvconnect.backends.url import StoreUrl
 from kvconnect.cli.command import add_tenants, add_url
-from kvconnect.cli.options.http_options import (
-    add_http_options,
-    add_key,
-    http_fields,
-    key_of,
-)
+from kvconnect.cli.options.http_options import add_http_options, add_key, http_fields, key_of
 from kvconnect.cli.wanted import add_model_revision
 from kvconnect.errors import ConfigurationError
 from kvconnect.operations.overview import store_overview

@@ -7,6 +7,7 @@ import argparse
 from kvconnect.cli.command import NothingMatched, add_duration, add_json
 from kvconnect.cli.wanted import add_wanted, reported, store_and_wanted
 from kvconnect.errors import RetryLater
+from kvconnect.operations.result import Pinned
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -31,8 +32,6 @@ def run(arguments: argparse.Namespace) -> None:
         NothingMatched: the store has none of the blocks.
         RetryLater: some blocks have no room in the share of pinned blocks.
     """
-    from kvconnect.operations.pin import Pinned
-
     store, which = store_and_wanted(arguments)
     with reported(arguments, Pinned(), "pinned") as done:
         store.pin(for_s=arguments.for_s, into=done, **which)

@@ -6,6 +6,7 @@ import argparse
 
 from kvconnect.cli.command import NothingMatched, add_json
 from kvconnect.cli.wanted import add_wanted, reported, store_and_wanted
+from kvconnect.operations.result import Saved
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -28,8 +29,6 @@ def run(arguments: argparse.Namespace) -> None:
         NothingMatched: the store has none of the blocks.
         BadFrame: damaged blocks were left out.
     """
-    from kvconnect.operations.saving import Saved
-
     store, which = store_and_wanted(arguments)
     with reported(arguments, Saved(), "copied") as done:
         store.prefetch(into=done, **which)

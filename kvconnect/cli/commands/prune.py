@@ -13,12 +13,12 @@ from kvconnect.backend import Access, Backend, StoredEntry
 from kvconnect.backends.main_loop import run_to_end
 from kvconnect.backends.url import format_size, parse_size
 from kvconnect.cli.command import add_json, add_url, tell, tell_unknown
-from kvconnect.cli.options.selection import Selection
+from kvconnect.cli.options.selection import add_selection, require_match, selection_of
 from kvconnect.errors import ConfigurationError
 from kvconnect.keys import BlockKey
-from kvconnect.operations.listing import each_block
 from kvconnect.operations.progress import Progress
-from kvconnect.operations.visit import listed, visiting
+from kvconnect.operations.selection import Selection
+from kvconnect.operations.visit import each_block, listed, visiting
 
 _KEYS_PER_DELETE = 256
 
@@ -32,7 +32,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "on."
     )
     add_url(parser)
-    Selection.add_options(parser)
+    add_selection(parser)
     parser.add_argument(
         "--to-size", metavar="SIZE", help="until the store holds so much, as in 10GiB"
     )
@@ -117,7 +117,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.to_size is not None:
         zero = arguments.to_size.strip() in {"0", "0B"}
         size = 0 if zero else parse_size(arguments.to_size, field="--to-size")
-    selection = Selection.from_arguments(arguments)
+    selection = selection_of(arguments)
     if size is None and selection.everything:
         raise ConfigurationError(
             "prune: nothing says what to delete; give --older-than, --unused-for, --to-size, "
@@ -129,7 +129,7 @@ def run(arguments: argparse.Namespace) -> None:
     finally:
         if pruned.opened:
             _report(arguments, pruned)
-    selection.require_match(found=pruned.matched)
+    require_match(selection, found=pruned.matched)
 
 
 async def _prune(

@@ -170,15 +170,13 @@ def run(arguments: argparse.Namespace) -> None:
 
     settings = ServerSettings(
         **http_fields(arguments),
+        **picked(arguments, "require_salt", "role", "page"),
         model_names=tuple(arguments.served_model_name or [arguments.model]),
-        require_salt=arguments.require_salt,
         max_completions=arguments.max_batch_size + arguments.max_queue,
-        role=arguments.role,
         router_secret=os.environ.get(ROUTER_SECRET),
         admin_key=key_of(arguments, "admin"),
         metrics_key=key_of(arguments, "metrics"),
         max_import_bytes=parse_size(arguments.max_import, field="--max-import"),
-        page=arguments.page,
         peers=tuple(arguments.peer),
     )
     transfer = _transfer_of(arguments)

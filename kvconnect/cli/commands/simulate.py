@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
 from pathlib import Path
+from threading import Event
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from kvconnect.cli.command import add_json, add_number, add_old_name, require_at_least_one
-from kvconnect.cli.interrupt import note_interrupt
 from kvconnect.cli.machines import add_store_rates, parse_machines, parse_store_rates
 from kvconnect.errors import ConfigurationError
 from kvconnect.operations.progress import Progress
+from kvconnect.simulate.first_token import ExternalHit
+from kvconnect.simulate.plot import check_plot, write_plot
+from kvconnect.simulate.report import Report, Run
+from kvconnect.simulate.retention_policy import RetentionPolicy
+from kvconnect.simulate.trace_reader import TraceReader
 
 if TYPE_CHECKING:
-    from kvconnect.simulate.first_token import ExternalHit
-    from kvconnect.simulate.report import Report
-    from kvconnect.simulate.retention_policy import RetentionPolicy
     from kvconnect.simulate.simulator import Simulator
-    from kvconnect.simulate.trace_reader import TraceReader
 
 _REQUESTS_PER_UPDATE = 256
 
@@ -135,8 +138,6 @@ def run(arguments: argparse.Namespace) -> None:
         MissingExtra: ``--plot`` without matplotlib, ``--model`` without transformers.
         KeyboardInterrupt: after Ctrl-C, once everything is printed.
     """
-    from kvconnect.simulate.plot import check_plot, write_plot
-
     if arguments.plot is not None:
         check_plot(arguments.plot)
     report = _simulate(arguments)
@@ -148,13 +149,13 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _simulate(arguments: argparse.Namespace) -> Report:
-    from kvconnect.simulate.report import Report, Run
     from kvconnect.simulate.simulator import Simulator
-    from kvconnect.simulate.trace_reader import TraceReader
 
     require_at_least_one(arguments, "limit", "bytes_per_token")
     token_nbytes = _token_nbytes(arguments)
-    policy = _policy(arguments)
+    policy = RetentionPolicy(arguments.retention)
+    if arguments.retention_file is not None:
+        policy = RetentionPolicy.from_file(arguments.retention_file)
     machines = parse_machines(arguments, token_nbytes)
     rates = parse_store_rates(arguments, [machine for _, machine in machines.runs], token_nbytes)
     hits: list[list[ExternalHit]] = [[] for _ in machines.runs]
@@ -188,7 +189,7 @@ def _drive(
 ) -> tuple[int, bool]:
     """Passes every request to every simulator; returns the count, and whether Ctrl-C ended it."""
     num_read = told = 0
-    with _progress(trace, most) as progress, note_interrupt() as interrupt:
+    with _progress(trace, most) as progress, _noting_interrupt() as interrupt:
         for request in islice(trace, most):
             for simulator in simulators:
                 simulator.arrive(request)
@@ -212,6 +213,23 @@ def _progress(trace: TraceReader, most: int | None) -> AbstractContextManager[Pr
     return Progress("simulate", trace.num_bytes, "bytes")
 
 
+@contextmanager
+def _noting_interrupt() -> Iterator[Event]:
+    """Sets the event at the first Ctrl-C in the block; a second one raises. Main thread only."""
+    interrupt = Event()
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if interrupt.is_set():
+            raise KeyboardInterrupt
+        interrupt.set()
+
+    previous = signal.signal(signal.SIGINT, note)
+    try:
+        yield interrupt
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
 # -------------------------------------------------------------------- options
 
 
@@ -222,11 +240,3 @@ def _token_nbytes(arguments: argparse.Namespace) -> int | None:
     from kvconnect.simulate.model_size import token_nbytes
 
     return token_nbytes(arguments.model)
-
-
-def _policy(arguments: argparse.Namespace) -> RetentionPolicy:
-    from kvconnect.simulate.retention_policy import RetentionPolicy
-
-    if arguments.retention_file is not None:
-        return RetentionPolicy.from_file(arguments.retention_file)
-    return RetentionPolicy(arguments.retention)

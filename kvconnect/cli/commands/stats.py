@@ -14,10 +14,9 @@ from kvconnect.backends.main_loop import run_to_end
 from kvconnect.backends.url import StoreUrl, format_size, parse_size
 from kvconnect.cli.command import add_json, add_tenants, add_url
 from kvconnect.errors import ConfigurationError
-from kvconnect.operations.listing import each_block
 from kvconnect.operations.progress import Progress
 from kvconnect.operations.tenants import TenantUse, each_tenant, read_names
-from kvconnect.operations.visit import listed, parts, visiting
+from kvconnect.operations.visit import each_block, listed, parts, visiting
 
 _SHOWN = 20
 _TENANT = "{:<32}  {:>9}  {:>10}  {:>9}  {:>12}"

@@ -6,6 +6,7 @@ import argparse
 
 from kvconnect.cli.command import NothingMatched, add_json
 from kvconnect.cli.wanted import add_wanted, reported, store_and_wanted
+from kvconnect.operations.result import Pinned
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -25,8 +26,6 @@ def run(arguments: argparse.Namespace) -> None:
         ConfigurationError: no option chooses blocks to unpin, or the store has no pins.
         NothingMatched: none of the blocks was pinned.
     """
-    from kvconnect.operations.pin import Pinned
-
     store, which = store_and_wanted(arguments)
     with reported(arguments, Pinned(), "unpinned") as done:
         store.unpin(into=done, **which)

@@ -12,9 +12,8 @@ from kvconnect.backends.main_loop import run_to_end
 from kvconnect.backends.url import StoreUrl, format_size
 from kvconnect.cli.command import add_json, add_url, tell
 from kvconnect.errors import BadFrame
-from kvconnect.operations.listing import each_block
 from kvconnect.operations.progress import Progress
-from kvconnect.operations.visit import listed, parts, visiting
+from kvconnect.operations.visit import each_block, listed, parts, visiting
 
 if TYPE_CHECKING:
     from kvconnect.operations.frame_reader import ReadFrame

@@ -18,7 +18,7 @@ from kvconnect.cli.prompts import add_prompt_options
 from kvconnect.cli.wanted import given_prompts, reported, wanted_of_server
 from kvconnect.errors import ConfigurationError, RetryLater
 from kvconnect.operations.prompt_store import PromptStore
-from kvconnect.operations.saving import Saved
+from kvconnect.operations.result import Saved
 
 _EPILOG = """\
 examples:

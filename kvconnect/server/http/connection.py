@@ -13,11 +13,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from kvconnect.server.errors import ErrorAnswer
 
-_KEEPALIVE = (
-    (socket.TCP_KEEPIDLE, 30),
-    (socket.TCP_KEEPINTVL, 10),
-    (socket.TCP_KEEPCNT, 3),
-)
+_KEEPALIVE = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3))
 """The keep-alive options by which the loss of a client's machine is noticed within a minute."""
 
 _SEND_BUFFER_NBYTES = 128 << 10

@@ -6,14 +6,17 @@ import json
 import time
 import uuid
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, ClassVar, Protocol
 
+from kvconnect.engine.llm import LLM
 from kvconnect.engine.request.logprobs import Logprob, PromptLogprobs
 from kvconnect.engine.request.output import CompletionOutput, RequestOutput, StreamChunk
 from kvconnect.explain.outcome import Outcome, Span, merged
+from kvconnect.server.openai.generation_request import GenerationRequest
 
 _NEVER = -9999.0
 """The log probability that OpenAI's API gives an impossible token: JSON has no infinity."""
@@ -31,49 +34,28 @@ class Prompted(Protocol):
         """The log probabilities of each token; ``None`` if not requested."""
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerForm:
-    """The form of the answer to a request.
-
-    Attributes:
-        model: the clients' name of the model.
-        completions: the completions of each prompt; choices are numbered over all prompts.
-        request_id: a part of the answer's id; ``None``: a random one.
-        granularity: counts of cached tokens are rounded down to a multiple of it.
-        token_ids: true to include the ids of all tokens beside their text.
-        prompt_logprobs: true to include the log probabilities of the prompt.
-        usage: true if every chunk of a stream has a ``usage``.
-        running_usage: true if that ``usage`` counts the tokens so far; otherwise it is ``null``.
-        explain: true if the last ``usage`` has the outcomes of the prompt's tokens.
-        has_salt: true if the request has a salt.
-    """
-
-    model: str
-    completions: int = 1
-    request_id: str | None = None
-    granularity: int = 1
-    token_ids: bool = False
-    prompt_logprobs: bool = False
-    usage: bool = False
-    running_usage: bool = False
-    explain: bool = False
-    has_salt: bool = False
-
-
 class Answer(ABC):
     """The JSON objects that answer one request.
 
+    Without a salt, cached tokens are counted in whole blocks: exact counts would reveal others'
+    unsalted prompts token by token. Choices are numbered over all prompts.
+
     Args:
-        form: the form of the answer.
+        request: the request that is answered.
+        llm: the engine.
+        model: the clients' name of the model.
     """
 
     prefix: ClassVar[str]
     kind: ClassVar[str]
     chunk_kind: ClassVar[str]
 
-    def __init__(self, form: AnswerForm) -> None:
-        self._form = form
-        self._id = f"{self.prefix}-{form.request_id or uuid.uuid4().hex}"
+    def __init__(self, request: GenerationRequest, llm: LLM, model: str) -> None:
+        self._request = request
+        self._model = model
+        self._has_salt = request.cache_salt is not None
+        self._granularity = 1 if self._has_salt else llm.layout.tokens_per_block
+        self._id = f"{self.prefix}-{request.request_id or uuid.uuid4().hex}"
         self._created = int(time.time())
         self._begun: set[int] = set()  # choices that have had a chunk in the stream
         self._prompts: Sequence[Prompted] = ()
@@ -91,7 +73,7 @@ class Answer(ABC):
         """
         head = _encoded(self._object(self.kind) | self._of_prompt(outputs[0]))
         choices = b",".join(map(_encoded, self._choices(outputs)))
-        usage = {"usage": _usage_of(outputs, self._form)}
+        usage = {"usage": self._usage(outputs)}
         return head[:-1] + b',"choices":[' + choices + b"]," + _encoded(usage | dict(more))[1:]
 
     def begin(self, prompts: Sequence[Prompted]) -> Iterable[dict[str, Any]]:
@@ -104,17 +86,36 @@ class Answer(ABC):
         self._prompt_tokens = sum(len(one.prompt_token_ids) for one in prompts)
         return self._beginning()
 
-    def chunk(self, index: int, chunk: StreamChunk) -> dict[str, Any]:
-        """Returns the next chunk of a stream, which belongs to choice `index`."""
-        prompt = None if index in self._begun else self._prompt_of(index)
-        self._begun.add(index)
+    def chunk(self, chunk: StreamChunk) -> dict[str, Any]:
+        """Returns the next chunk of a stream; its index is that of the choice."""
+        prompt = None if chunk.index in self._begun else self._prompt_of(chunk.index)
+        self._begun.add(chunk.index)
         self._answer_tokens += len(chunk.token_ids)
-        return self._chunk([self._part(index, chunk, prompt)])
+        return self._chunk([self._part(chunk, prompt)])
 
     def end(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """Returns the last chunk, with the counts of tokens."""
-        usage = _usage_of(outputs, self._form)
+        usage = self._usage(outputs)
         return self._object(self.chunk_kind) | {"choices": [], "usage": usage}
+
+    def _usage(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """Returns OpenAI's ``usage`` of all prompts of a request together.
+
+        ``cached_tokens`` are the prompt tokens that were not computed, from any cache or store,
+        rounded down for each prompt. With several completions, the prompt tokens that each of them
+        computed are subtracted.
+        """
+        cached = 0
+        for output in outputs:
+            reused = max(0, output.prompt_tokens - output.computed_tokens)
+            cached += reused - reused % self._granularity
+        prompt = sum(output.prompt_tokens for output in outputs)
+        answer = sum(len(one.token_ids) for output in outputs for one in output.outputs)
+        usage = _counts(prompt, answer) | {"prompt_tokens_details": {"cached_tokens": cached}}
+        if self._request.kvconnect is not None and self._request.kvconnect.explain:
+            explained = _explained(outputs, self._granularity, has_salt=self._has_salt)
+            usage["kvconnect"] = {"explain": explained}
+        return usage
 
     def _choices(self, outputs: Sequence[RequestOutput]) -> Iterator[dict[str, Any]]:
         index = 0
@@ -126,14 +127,15 @@ class Answer(ABC):
     def _prompt_of(self, index: int) -> Prompted | None:
         if not self._prompts:
             return None
-        return self._prompts[index * len(self._prompts) // self._form.completions]
+        return self._prompts[index * len(self._prompts) // self._request.completions]
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         made = self._object(self.chunk_kind) | {"choices": choices}
-        if self._form.running_usage:
-            made["usage"] = _counts(self._prompt_tokens, self._answer_tokens)
-        elif self._form.usage:
+        options = self._request.stream_options
+        if options.include_usage:
             made["usage"] = None
+            if options.continuous_usage_stats:
+                made["usage"] = _counts(self._prompt_tokens, self._answer_tokens)
         return made
 
     def _beginning(self) -> Iterable[dict[str, Any]]:
@@ -147,18 +149,18 @@ class Answer(ABC):
     def _choice(self, index: int, output: CompletionOutput, prompt: Prompted) -> dict[str, Any]: ...
 
     @abstractmethod
-    def _part(self, index: int, chunk: StreamChunk, prompt: Prompted | None) -> dict[str, Any]:
+    def _part(self, chunk: StreamChunk, prompt: Prompted | None) -> dict[str, Any]:
         """Returns a choice of a chunk; `prompt` is set in the first one of this choice."""
 
     def _ids(self, token_ids: Sequence[int]) -> dict[str, Any]:
-        return {"token_ids": list(token_ids)} if self._form.token_ids else {}
+        return {"token_ids": list(token_ids)} if self._request.return_token_ids else {}
 
     def _prompt_fields(self, prompt: Prompted) -> dict[str, Any]:
         """Returns the token ids and log probabilities of a prompt, in vLLM's fields."""
         fields: dict[str, Any] = {}
-        if self._form.token_ids:
+        if self._request.return_token_ids:
             fields["prompt_token_ids"] = list(prompt.prompt_token_ids)
-        if self._form.prompt_logprobs and prompt.prompt_logprobs is not None:
+        if self._request.prompt_logprobs is not None and prompt.prompt_logprobs is not None:
             fields["prompt_logprobs"] = [
                 partial(_of_prompt_token, prompt.prompt_logprobs, index)
                 for index in range(len(prompt.prompt_logprobs))
@@ -166,12 +168,7 @@ class Answer(ABC):
         return fields
 
     def _object(self, kind: str) -> dict[str, Any]:
-        return {
-            "id": self._id,
-            "object": kind,
-            "created": self._created,
-            "model": self._form.model,
-        }
+        return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
 
 
 def made_late(value: object) -> object:
@@ -202,35 +199,9 @@ def _of_prompt_token(logprobs: PromptLogprobs, index: int) -> dict[int, dict[str
     return {token: asdict(each) | {"logprob": told_logprob(each)} for token, each in found.items()}
 
 
-def _usage_of(outputs: Sequence[RequestOutput], form: AnswerForm) -> dict[str, Any]:
-    """Returns OpenAI's ``usage`` of all prompts of a request together.
-
-    ``cached_tokens`` are the prompt tokens that were not computed, from any cache or store. With
-    several completions, the prompt tokens that each of them computed are subtracted.
-
-    Args:
-        outputs: the outputs of each prompt.
-        form: the form, to whose granularity the cached tokens of each prompt are rounded down.
-    """
-    cached, granularity = 0, form.granularity
-    for output in outputs:
-        reused = max(0, output.prompt_tokens - output.computed_tokens)
-        cached += reused - reused % granularity
-    prompt = sum(output.prompt_tokens for output in outputs)
-    answer = sum(len(one.token_ids) for output in outputs for one in output.outputs)
-    usage = _counts(prompt, answer) | {"prompt_tokens_details": {"cached_tokens": cached}}
-    if form.explain:
-        usage["kvconnect"] = _explained(outputs, granularity, has_salt=form.has_salt)
-    return usage
-
-
 def _counts(prompt: int, answer: int) -> dict[str, Any]:
     """Returns the part of ``usage`` that is known at any time."""
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": answer,
-        "total_tokens": prompt + answer,
-    }
+    return {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}
 
 
 def _encoded(content: dict[str, Any]) -> bytes:
@@ -250,7 +221,7 @@ _FINE = _OTHERS | {Outcome.TAIL, Outcome.DIVERGED}
 
 def _explained(
     outputs: Sequence[RequestOutput], granularity: int, *, has_salt: bool
-) -> dict[str, Any]:
+) -> list[dict[str, Any]]:
     """Returns the explanation of each prompt of a request.
 
     The result reveals nothing about prompts under other salts: ``namespace`` counts as ``new``. A
@@ -265,35 +236,30 @@ def _explained(
             rounded down.
         has_salt: true if the request has a salt.
     """
-    return {"explain": [_one(output, granularity, has_salt=has_salt) for output in outputs]}
-
-
-def _one(output: RequestOutput, granularity: int, *, has_salt: bool) -> dict[str, Any]:
-    found = output.explain()
-    if has_salt:
-        spans = merged(_shown(span, _OTHERS) for span in found.spans)
-    else:
-        spans = merged(_in_blocks(found.spans, granularity, output.prompt_tokens - 1))
-    tokens: dict[str, int] = {}
-    for span in spans:
-        tokens[span.outcome] = tokens.get(span.outcome, 0) + len(span)
-    shown: dict[str, Any] = {
-        "tokens": tokens,
-        "spans": [
-            {"start": span.start, "end": span.end, "outcome": span.outcome}
-            | ({"detail": span.detail} if span.detail else {})
-            for span in spans
-        ],
-    }
-    there = found.divergence
-    if has_salt and there is not None:
-        shown["divergence"] = {
-            "position": there.position,
-            "before": there.before,
-            "prompt": there.prompt_text,
-            "cached": there.cached_text,
-        }
-    return shown
+    explained = []
+    for output in outputs:
+        found = output.explain()
+        if has_salt:
+            spans = merged(_shown(span, _OTHERS) for span in found.spans)
+        else:
+            spans = merged(_in_blocks(found.spans, granularity, output.prompt_tokens - 1))
+        tokens: Counter[str] = Counter()
+        for span in spans:
+            tokens[span.outcome] += len(span)
+        told = [
+            {name: value for name, value in asdict(one).items() if value != ""} for one in spans
+        ]
+        shown: dict[str, Any] = {"tokens": tokens, "spans": told}
+        there = found.divergence
+        if has_salt and there is not None:
+            shown["divergence"] = {
+                "position": there.position,
+                "before": there.before,
+                "prompt": there.prompt_text,
+                "cached": there.cached_text,
+            }
+        explained.append(shown)
+    return explained
 
 
 def _in_blocks(spans: Sequence[Span], size: int, last: int) -> Iterator[Span]:

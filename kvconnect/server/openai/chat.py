@@ -15,7 +15,7 @@ from kvconnect.engine.request.handle import RequestHandle
 from kvconnect.engine.request.logprobs import Logprob, TokenLogprobs
 from kvconnect.engine.request.output import CompletionOutput, StreamChunk
 from kvconnect.sampling_params import Integer
-from kvconnect.server.openai.answer import Answer, AnswerForm, Prompted, token_text, told_logprob
+from kvconnect.server.openai.answer import Answer, Prompted, token_text, told_logprob
 from kvconnect.server.openai.generation_request import GenerationRequest
 from kvconnect.server.openai.model_request import ModelRequest
 
@@ -87,10 +87,6 @@ class ChatRequest(TemplateRequest, GenerationRequest):
             most = max(1, llm.max_seq_len - len(prompt["prompt_token_ids"]))
         return self.start(llm, [prompt], self.sampling(max_tokens=most), headers)
 
-    def answer(self, llm: LLM, model: str) -> ChatAnswer:
-        """Implements `GenerationRequest.answer`."""
-        return ChatAnswer(self.form(llm, model), self.top_logprobs or 0)
-
     @property
     def top_of_answer(self) -> int | None:
         """Implements `GenerationRequest.top_of_answer`."""
@@ -108,28 +104,23 @@ def _reserved() -> frozenset[str]:
 
 
 class ChatAnswer(Answer):
-    """The chat completion objects of OpenAI.
-
-    Args:
-        form: the form of the answer.
-        top_logprobs: the number of likeliest tokens beside each token.
-    """
+    """The chat completion objects of OpenAI."""
 
     prefix: ClassVar[str] = "chatcmpl"
     kind: ClassVar[str] = "chat.completion"
     chunk_kind: ClassVar[str] = "chat.completion.chunk"
 
-    def __init__(self, form: AnswerForm, top_logprobs: int) -> None:
-        super().__init__(form)
-        self._top_logprobs = top_logprobs
+    def __init__(self, request: ChatRequest, llm: LLM, model: str) -> None:
+        super().__init__(request, llm, model)
+        self._top_logprobs = request.top_logprobs or 0
 
     def _beginning(self) -> Iterable[dict[str, Any]]:
         """Yields chunks that name the role, one for each choice."""
-        for index in range(self._form.completions):
+        for index in range(self._request.completions):
             delta = {"role": "assistant", "content": ""}
             choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
             made = self._chunk([choice])
-            if index == 0 and self._form.token_ids and self._prompts:
+            if index == 0 and self._request.return_token_ids and self._prompts:
                 made["prompt_token_ids"] = list(self._prompts[0].prompt_token_ids)
             yield made
 
@@ -145,9 +136,9 @@ class ChatAnswer(Answer):
             "stop_reason": output.stop_reason,
         } | self._ids(output.token_ids)
 
-    def _part(self, index: int, chunk: StreamChunk, prompt: Prompted | None) -> dict[str, Any]:
+    def _part(self, chunk: StreamChunk, prompt: Prompted | None) -> dict[str, Any]:
         return {
-            "index": index,
+            "index": chunk.index,
             "delta": {"content": chunk.text},
             "logprobs": self._logprobs(chunk.token_ids, chunk.logprobs),
             "finish_reason": chunk.finish_reason,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, ClassVar
 
@@ -14,7 +14,7 @@ from kvconnect.engine.request.logprobs import TokenLogprobs
 from kvconnect.engine.request.output import CompletionOutput, StreamChunk
 from kvconnect.engine.request.tokenizer import Tokenizer
 from kvconnect.sampling_params import Integer
-from kvconnect.server.openai.answer import Answer, AnswerForm, Prompted, token_text, told_logprob
+from kvconnect.server.openai.answer import Answer, Prompted, token_text, told_logprob
 from kvconnect.server.openai.generation_request import GenerationRequest
 from kvconnect.server.openai.model_request import kinds_in
 
@@ -69,13 +69,6 @@ class CompletionRequest(GenerationRequest):
         """Starts it."""
         return self.start(llm, self.prompts, self.sampling(), headers)
 
-    def answer(self, llm: LLM, model: str) -> CompletionAnswer:
-        """Implements `GenerationRequest.answer`."""
-        echo = None
-        if self.echo:
-            echo = Echo(self.prompts, llm.tokenizer, logprobs=self.logprobs is not None)
-        return CompletionAnswer(self.form(llm, model), echo)
-
     @property
     def top_of_answer(self) -> int | None:
         """Implements `GenerationRequest.top_of_answer`."""
@@ -100,53 +93,23 @@ class CompletionRequest(GenerationRequest):
         return sum(min(longest, size + _ADDED_TOKENS) for size in sizes)
 
 
-class Echo:
-    """The prompts of a request, which precede its answers.
-
-    Args:
-        prompts: the prompts of the request, each text or token ids.
-        tokenizer: the tokenizer of the model; without one prompts of token ids have no text.
-        logprobs: true to include the log probabilities of their tokens.
-    """
-
-    def __init__(
-        self, prompts: Sequence[str | list[int]], tokenizer: Tokenizer | None, *, logprobs: bool
-    ) -> None:
-        self._tokenizer = tokenizer
-        self.logprobs = logprobs
-        self._texts = [
-            one if isinstance(one, str) else "" if tokenizer is None else tokenizer.whole_text(one)
-            for one in prompts
-        ]
-
-    def text(self, number: int) -> str:
-        """Returns the text of prompt `number`."""
-        return self._texts[number]
-
-    def token_text(self, token: int) -> str:
-        """Returns the text of a token without log probability: the first one of a prompt."""
-        return f"token_id:{token}" if self._tokenizer is None else self._tokenizer.text_of(token)
-
-    def __len__(self) -> int:
-        return len(self._texts)
-
-
 class CompletionAnswer(Answer):
-    """The completion objects of OpenAI.
-
-    Args:
-        form: the form of the answer.
-        echo: the prompts with which the choices begin; ``None``: without prompts.
-    """
+    """The completion objects of OpenAI. With ``echo`` each choice begins with its prompt."""
 
     prefix: ClassVar[str] = "cmpl"
     kind: ClassVar[str] = "text_completion"
     chunk_kind: ClassVar[str] = "text_completion"
 
-    def __init__(self, form: AnswerForm, echo: Echo | None = None) -> None:
-        super().__init__(form)
-        self._echo = echo
-        self._offsets = [0] * form.completions  # offset of the next token, by choice
+    def __init__(self, request: CompletionRequest, llm: LLM, model: str) -> None:
+        super().__init__(request, llm, model)
+        self._tokenizer = tokenizer = llm.tokenizer
+        self._echoes_logprobs = request.echo and request.logprobs is not None
+        # Without a tokenizer, prompts of token ids have no text.
+        self._echoed_texts = [
+            one if isinstance(one, str) else "" if tokenizer is None else tokenizer.whole_text(one)
+            for one in (request.prompts if request.echo else ())
+        ]
+        self._offsets = [0] * request.completions  # offset of the next token, by choice
 
     def _choice(self, index: int, output: CompletionOutput, prompt: Prompted) -> dict[str, Any]:
         return {
@@ -159,22 +122,21 @@ class CompletionAnswer(Answer):
             **self._prompt_fields(prompt),
         }
 
-    def _part(self, index: int, chunk: StreamChunk, prompt: Prompted | None) -> dict[str, Any]:
+    def _part(self, chunk: StreamChunk, prompt: Prompted | None) -> dict[str, Any]:
         part = {
-            "index": index,
-            "text": chunk.text if prompt is None else self._echoed(index) + chunk.text,
-            "logprobs": self._logprobs(index, chunk.token_ids, chunk.logprobs, prompt),
+            "index": chunk.index,
+            "text": chunk.text if prompt is None else self._echoed(chunk.index) + chunk.text,
+            "logprobs": self._logprobs(chunk.index, chunk.token_ids, chunk.logprobs, prompt),
             "finish_reason": chunk.finish_reason,
             **self._ids(chunk.token_ids),
         }
-        if prompt is not None and self._form.token_ids:
+        if prompt is not None and self._request.return_token_ids:
             part["prompt_token_ids"] = list(prompt.prompt_token_ids)
         return part
 
     def _echoed(self, index: int) -> str:
-        if self._echo is None:
-            return ""
-        return self._echo.text(index * len(self._echo) // self._form.completions)
+        texts = self._echoed_texts
+        return texts[index * len(texts) // self._request.completions] if texts else ""
 
     def _logprobs(
         self,
@@ -186,10 +148,10 @@ class CompletionAnswer(Answer):
         if logprobs is None:
             return None
         lists = _Lists(self._offsets[index])
-        if self._echo is not None and self._echo.logprobs and prompt is not None:
+        if self._echoes_logprobs and prompt is not None:
             known = prompt.prompt_logprobs or [None] * len(prompt.prompt_token_ids)
             for position, token in enumerate(prompt.prompt_token_ids):
-                lists.add(token, known, position, self._echo.token_text)
+                lists.add(token, known, position, self._tokenizer)
         for position, token in enumerate(token_ids):
             lists.add(token, logprobs, position)
         self._offsets[index] = lists.offset
@@ -215,14 +177,14 @@ class _Lists:
         token: int,
         logprobs: Sequence[TokenLogprobs | None],
         index: int,
-        text_of: Callable[[int], str] | None = None,
+        tokenizer: Tokenizer | None = None,
     ) -> None:
-        """Adds `token` of `logprobs[index]`; if that is ``None``, `text_of` returns its text."""
+        """Adds `token` of `logprobs[index]`; ``None``: the first one of a prompt."""
         found = logprobs[index]
-        if found is None:
-            text = "" if text_of is None else text_of(token)
-        else:
+        if found is not None:
             text = token_text(token, found[token])
+        else:
+            text = f"token_id:{token}" if tokenizer is None else tokenizer.text_of(token)
         self._texts.append(text)
         self._offsets.append(self.offset)
         self.offset += len(text)

@@ -14,7 +14,6 @@ from kvconnect.errors import ConfigurationError
 from kvconnect.keys import check_salt
 from kvconnect.request import SamplingParams
 from kvconnect.sampling_params import Integer, Real
-from kvconnect.server.openai.answer import Answer, AnswerForm
 from kvconnect.server.openai.kv_transfer import KvTransferParams
 from kvconnect.server.openai.model_request import ModelRequest
 from kvconnect.settings import Settings
@@ -77,7 +76,7 @@ class GenerationRequest(ModelRequest):
     """
 
     stream: StrictBool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: StreamOptions = StreamOptions()
     request_id: Annotated[str, Field(min_length=1, max_length=_MAX_ID)] | None = None
     return_token_ids: StrictBool = False
     cache_salt: str | None = None
@@ -167,44 +166,10 @@ class GenerationRequest(ModelRequest):
         """
         raise NotImplementedError
 
-    def answer(self, llm: LLM, model: str) -> Answer:
-        """Returns the object that makes its answer; may take as long as `submit`.
-
-        Args:
-            llm: the engine.
-            model: the clients' name of the model.
-        """
-        raise NotImplementedError
-
-    def form(self, llm: LLM, model: str) -> AnswerForm:
-        """Returns the form of its answer; see `answer`.
-
-        Without a salt, cached tokens are counted in whole blocks: exact counts would reveal others'
-        unsalted prompts token by token.
-        """
-        options = self.stream_options or StreamOptions()
-        return AnswerForm(
-            model,
-            self.completions,
-            request_id=self.request_id,
-            granularity=llm.layout.tokens_per_block if self.cache_salt is None else 1,
-            token_ids=self.return_token_ids,
-            prompt_logprobs=self.prompt_logprobs is not None,
-            usage=options.include_usage,
-            running_usage=options.include_usage and options.continuous_usage_stats,
-            explain=self.kvconnect is not None and self.kvconnect.explain,
-            has_salt=self.cache_salt is not None,
-        )
-
     @property
     def hands_out(self) -> bool:
         """Returns whether its prompt is only computed for another server, without generating."""
         return self.kv_transfer_params is not None and self.kv_transfer_params.do_remote_decode
-
-    @property
-    def wants_usage(self) -> bool:
-        """Returns whether a stream ends with the counts of tokens."""
-        return self.stream_options is not None and self.stream_options.include_usage
 
     def sampling(self, **more: object) -> SamplingParams:
         """Returns its sampling parameters; values in `more`, unless ``None``, override fields."""

@@ -18,13 +18,12 @@ from kvconnect.server.errors import RequestRefused, ShuttingDown
 from kvconnect.server.http.body import read_json
 from kvconnect.server.http.disconnect import while_connected
 from kvconnect.server.http.event_stream import error_events
-from kvconnect.server.route.client import InstanceClient, ServerAnswered
+from kvconnect.server.route.client import ServerAnswered
 from kvconnect.server.route.fleet import Fleet
-from kvconnect.server.route.handover import Answering, Handover
+from kvconnect.server.route.handover import Handover
 from kvconnect.server.route.instance import InstanceFailed
 from kvconnect.server.route.opened import Opened
 from kvconnect.server.route.routed import RoutedRequest
-from kvconnect.server.route.settings import RouteSettings
 from kvconnect.trace import trace_headers
 
 Routed: TypeAlias = Callable[
@@ -40,8 +39,6 @@ class RouteEndpoint:
 
     Args:
         fleet: the fleet of the servers.
-        client: sends requests to them.
-        settings: of the router.
         admission: shared by all endpoints.
         parsing: one thread, where long bodies are parsed.
         routed: entered for each request, with the headers that name the client's trace; yields
@@ -51,15 +48,11 @@ class RouteEndpoint:
     def __init__(
         self,
         fleet: Fleet,
-        client: InstanceClient,
-        settings: RouteSettings,
         admission: Admission,
         parsing: Executor,
         routed: Routed = contextlib.nullcontext,
     ) -> None:
         self._fleet = fleet
-        self._client = client
-        self._settings = settings
         self._admission = admission
         self._parsing = parsing
         self._routed = routed
@@ -69,7 +62,7 @@ class RouteEndpoint:
         with contextlib.suppress(ClientDisconnect), self._admission.enter() as ticket:
             request = await read_json(
                 Request(scope, receive),
-                self._settings,
+                self._fleet.settings,
                 self._parsing,
                 partial(RoutedRequest.of, scope["path"]),
                 ticket,
@@ -90,24 +83,22 @@ class RouteEndpoint:
         self, running: _Running, request: RoutedRequest, headers: Mapping[str, str], send: Send
     ) -> None:
         with self._routed(headers) as carried:
-            handover = Handover(self._fleet, self._client, self._settings, request, carried)
+            handover = Handover(self._fleet, request, carried)
             try:
-                async with handover.answer() as answering:
-                    await self._pass_on(running, answering, handover.until, send)
+                async with handover.answer() as opened:
+                    await self._pass_on(running, opened, handover.until, send)
             except ServerAnswered as answered:
                 told = {"content-type": "application/json"}
-                await _start(Opened(answered.status, told, answered.body), send)
+                await _start(send, answered.status, told, answered.body)
 
-    async def _pass_on(
-        self, running: _Running, answering: Answering, until: float, send: Send
-    ) -> None:
-        opened = answering.opened
-        await _start(opened, send)
+    async def _pass_on(self, running: _Running, opened: Opened, until: float, send: Send) -> None:
+        more = opened.rest is not None
+        await _start(send, opened.status, opened.headers, opened.beginning, more=more)
         if opened.rest is None:
             return
         last = b""
         try:
-            async with answering.instance.answering(until):
+            async with opened.instance.answering(until):
                 async for piece in opened.rest:
                     await _send(send, piece)
                     # Many pieces may have arrived: this lets other requests run, and notices a
@@ -141,12 +132,14 @@ class _Running:
             self.task.cancel()
 
 
-async def _start(opened: Opened, send: Send) -> None:
-    headers = [(name.encode(), value.encode("latin-1")) for name, value in opened.headers.items()]
-    if opened.rest is None:
-        headers.append((b"content-length", str(len(opened.beginning)).encode()))
-    await send({"type": "http.response.start", "status": opened.status, "headers": headers})
-    await _send(send, opened.beginning, more=opened.rest is not None)
+async def _start(
+    send: Send, status: int, headers: Mapping[str, str], beginning: bytes, *, more: bool = False
+) -> None:
+    sent = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
+    if not more:
+        sent.append((b"content-length", str(len(beginning)).encode()))
+    await send({"type": "http.response.start", "status": status, "headers": sent})
+    await _send(send, beginning, more=more)
 
 
 async def _send(send: Send, piece: bytes, *, more: bool = True) -> None:

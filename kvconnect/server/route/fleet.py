@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
+from kvconnect.server.route.client import InstanceClient
+from kvconnect.server.route.followed_events import FollowedEvents
 from kvconnect.server.route.instance import Instance, Role
 from kvconnect.server.route.prompt import Prompt
 from kvconnect.server.route.settings import RouteSettings
@@ -36,13 +38,19 @@ class Choice:
 
 
 class Fleet:
-    """The servers, used by the event loop's thread only.
+    """The servers, and how they are asked; used by the event loop's thread only.
 
     Attributes:
+        settings: of the router.
+        client: sends requests to the servers.
+        events: follows the events of those up.
         prefill, decode: by role, in the order of the settings.
     """
 
     def __init__(self, settings: RouteSettings) -> None:
+        self.settings = settings
+        self.client = InstanceClient(settings)
+        self.events = FollowedEvents(settings.max_prefixes)
         self.prefill = _instances("prefill", settings.prefill, settings)
         self.decode = _instances("decode", settings.decode, settings)
         self._choices = itertools.count(1)
@@ -76,6 +84,11 @@ class Fleet:
         count(f"route.{role}.chosen", pieces=prompt.num_pieces, held_pieces=held[chosen])
         holds = bool(held[chosen]) and held[chosen] == len(prompt.prefixes)
         return Choice(chosen, loads[chosen], holds)
+
+    async def close(self) -> None:
+        """Disconnects from the servers."""
+        await self.events.close()
+        await self.client.close()
 
     def sizes(self) -> dict[str, float]:
         """Returns gauges: servers that are up or down, and running requests, by role."""

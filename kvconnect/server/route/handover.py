@@ -8,7 +8,7 @@ import uuid
 from array import array
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import httpx2
@@ -16,13 +16,12 @@ import httpx2
 from kvconnect.errors import ConfigurationError
 from kvconnect.server.errors import Busy, RequestRefused
 from kvconnect.server.openai.kv_transfer import KvTransferParams
-from kvconnect.server.route.client import InstanceClient, ServerAnswered
+from kvconnect.server.route.client import ServerAnswered
 from kvconnect.server.route.fleet import Choice, Fleet
 from kvconnect.server.route.instance import Address, Instance, InstanceFailed
 from kvconnect.server.route.opened import Opened, begin
 from kvconnect.server.route.prompt import Prompt
 from kvconnect.server.route.routed import RoutedRequest
-from kvconnect.server.route.settings import RouteSettings
 from kvconnect.trace import count
 
 _log = logging.getLogger(__name__)
@@ -39,14 +38,6 @@ _LATE_ANSWER_S = 0.5
 """The seconds for a prefill server to report its end, once the answer has begun."""
 
 
-@dataclass(frozen=True, slots=True)
-class Answering:
-    """An answer whose beginning has arrived, and its server."""
-
-    opened: Opened
-    instance: Instance
-
-
 class Handover:
     """Finds servers for one request, and retries on others until its answer begins.
 
@@ -55,8 +46,6 @@ class Handover:
 
     Args:
         fleet: the fleet of the servers.
-        client: sends requests to them.
-        settings: of the router.
         request: that is to be answered.
         headers: that name its trace, for the servers.
 
@@ -64,49 +53,40 @@ class Handover:
         until: the deadline of the whole answer, by the event loop's clock.
     """
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        client: InstanceClient,
-        settings: RouteSettings,
-        request: RoutedRequest,
-        headers: Mapping[str, str],
-    ) -> None:
+    def __init__(self, fleet: Fleet, request: RoutedRequest, headers: Mapping[str, str]) -> None:
         now = asyncio.get_running_loop().time()
-        self.until = now + settings.request_timeout_s
-        self._prefill_until = min(self.until, now + settings.prefill_timeout_s)
+        self.until = now + fleet.settings.request_timeout_s
+        self._prefill_until = min(self.until, now + fleet.settings.prefill_timeout_s)
         self._fleet = fleet
-        self._client = client
-        self._streams = settings.stream_layers
         self._request = request
         self._headers = headers
         self._prompt = request.prompt
         self._failed: dict[Instance, InstanceFailed] = {}
 
     @asynccontextmanager
-    async def answer(self) -> AsyncIterator[Answering]:
+    async def answer(self) -> AsyncIterator[Opened]:
         """Yields the answer from the first token on. Leaving the context aborts the remaining work.
 
         Raises:
             ServerAnswered: a server refused the request, as all others would.
             RequestRefused: no server answers (429, 503), or none in time (504).
         """
-        self._prompt = await _with_tokens(self._request, self._fleet, self._client)
+        self._prompt = await _with_tokens(self._request, self._fleet)
         while True:
             begun = False
             try:
                 async with AsyncExitStack() as stack:
-                    answering = await self._attempt(stack)
+                    opened = await self._attempt(stack)
                     begun = True
                     count("route.decode.ok")
-                    yield answering
+                    yield opened
                     return
             except InstanceFailed as failed:
                 if begun:
                     raise
                 self._note(failed)
 
-    async def _attempt(self, stack: AsyncExitStack) -> Answering:
+    async def _attempt(self, stack: AsyncExitStack) -> Opened:
         decode = self._decode()
         prefill = self._prefill()
         stack.enter_context(decode.instance.loaded(decode.load, self._prompt.prefixes))
@@ -114,7 +94,7 @@ class Handover:
             return await self._open(stack, decode.instance, None)
         address = prefill.instance.address
         # A decode server that still has the prompt answers without a prefill server.
-        if address is not None and (self._streams or decode.holds):
+        if address is not None and (self._fleet.settings.stream_layers or decode.holds):
             return await self._both(stack, prefill, decode.instance, address)
         carried = await self._compute(prefill, None)
         return await self._open(stack, decode.instance, carried)
@@ -183,7 +163,7 @@ class Handover:
 
     async def _both(
         self, stack: AsyncExitStack, prefill: Choice, decode: Instance, address: Address
-    ) -> Answering:
+    ) -> Opened:
         """Sends the prompt to both at once, so that layers are fetched while others are computed.
 
         Once the answer has begun, the decode server has the whole prompt, perhaps from its own
@@ -203,17 +183,17 @@ class Handover:
             await asyncio.wait({computing, opening}, return_when=asyncio.FIRST_COMPLETED)
             if not opening.done():
                 computing.result()  # or the prefill server has ended
-            answering = await opening
+            opened = await opening
         except BaseException:
             await _end(computing, opening)
             raise
         stack.push_async_callback(_end, computing)
         asyncio.get_running_loop().call_later(_LATE_ANSWER_S, computing.cancel)
-        return answering
+        return opened
 
     async def _open(
         self, stack: AsyncExitStack, instance: Instance, carried: dict[str, Any] | None
-    ) -> Answering:
+    ) -> Opened:
         """Returns the answer of `instance`, once it has begun.
 
         Raises:
@@ -225,20 +205,18 @@ class Handover:
             post = self._post(instance, body, transfers=carried is not None)
             answer = await stack.enter_async_context(post)
             try:
-                opened = await begin(answer)
+                opened = await begin(instance, answer)
             except (httpx2.RequestError, ValueError) as error:
                 raise InstanceFailed(instance, type(error).__name__, "failed") from error
         if opened.error_event:
             raise InstanceFailed(instance, "an error came before the first token", "failed")
-        if opened.rest is not None:
-            opened = replace(opened, rest=_pieces(instance, opened.rest))
-        return Answering(opened, instance)
+        return opened
 
     def _post(
         self, instance: Instance, body: bytes, *, transfers: bool
     ) -> AbstractAsyncContextManager[httpx2.Response]:
         path, headers = self._request.path, self._headers
-        return self._client.post(instance, path, body, headers=headers, transfers=transfers)
+        return self._fleet.client.post(instance, path, body, headers=headers, transfers=transfers)
 
 
 def _carried(instance: Instance, content: bytes, answer: httpx2.Response) -> KvTransferParams:
@@ -248,14 +226,6 @@ def _carried(instance: Instance, content: bytes, answer: httpx2.Response) -> KvT
         raise InstanceFailed(
             instance, f"no kv_transfer_params in its answer of {len(content)} bytes", "failed"
         ) from error
-
-
-async def _pieces(instance: Instance, pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    try:
-        async for piece in pieces:
-            yield piece
-    except httpx2.RequestError as error:
-        raise InstanceFailed(instance, type(error).__name__, "failed") from error
 
 
 async def _end(*tasks: asyncio.Task[Any]) -> None:
@@ -274,7 +244,7 @@ _TOKENIZED = frozenset(
 """The fields that determine the tokens."""
 
 
-async def _with_tokens(request: RoutedRequest, fleet: Fleet, client: InstanceClient) -> Prompt:
+async def _with_tokens(request: RoutedRequest, fleet: Fleet) -> Prompt:
     """Returns the prompt of `request` with its tokens, if any server publishes events.
 
     A server that is up tokenizes text, within 2 s. Without tokens, the choice of a server is based
@@ -289,7 +259,7 @@ async def _with_tokens(request: RoutedRequest, fleet: Fleet, client: InstanceCli
     try:
         async with (
             asyncio.timeout(_TOKENIZE_S),
-            client.post(server, "/tokenize", body, transfers=False) as answer,
+            fleet.client.post(server, "/tokenize", body, transfers=False) as answer,
         ):
             await answer.aread()
             tokens = array("q", answer.json()["tokens"])

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import httpx2
 
+from kvconnect.server.route.instance import Instance, InstanceFailed
+
 _PASSED = ("content-type", "cache-control", "x-accel-buffering", "retry-after")
 
 
@@ -16,12 +18,14 @@ class Opened:
     """The beginning of an answer, and its rest.
 
     Attributes:
+        instance: the server that answers.
         status: the status of HTTP.
         headers: the headers that are forwarded.
         beginning: the beginning of the body: all of it, or up to its first token.
-        rest: yields the following pieces; ``None``: there are none.
+        rest: yields the following pieces, or raises `InstanceFailed`; ``None``: there are none.
     """
 
+    instance: Instance
     status: int
     headers: dict[str, str]
     beginning: bytes
@@ -33,8 +37,8 @@ class Opened:
         return self.rest is not None and any("error" in one for one in _events(self.beginning))
 
 
-async def begin(answer: httpx2.Response) -> Opened:
-    """Waits for the first token of `answer`, or for all of it unless it is a stream.
+async def begin(instance: Instance, answer: httpx2.Response) -> Opened:
+    """Waits for the first token of `answer` by `instance`, or for all of it unless it is a stream.
 
     Raises:
         httpx2.RequestError: the answer broke off.
@@ -42,14 +46,22 @@ async def begin(answer: httpx2.Response) -> Opened:
     """
     headers = {name: answer.headers[name] for name in _PASSED if name in answer.headers}
     if not headers.get("content-type", "").startswith("text/event-stream"):
-        return Opened(answer.status_code, headers, await answer.aread())
+        return Opened(instance, answer.status_code, headers, await answer.aread())
     pieces = answer.aiter_bytes()
     beginning = b""
     async for piece in pieces:
         beginning += piece
         if any(not _is_role(event) for event in _events(beginning)):
             break
-    return Opened(answer.status_code, headers, beginning, pieces)
+    return Opened(instance, answer.status_code, headers, beginning, _rest(instance, pieces))
+
+
+async def _rest(instance: Instance, pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    try:
+        async for piece in pieces:
+            yield piece
+    except httpx2.RequestError as error:
+        raise InstanceFailed(instance, type(error).__name__, "failed") from error
 
 
 def _events(data: bytes) -> list[dict[str, object]]:

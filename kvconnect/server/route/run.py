@@ -21,10 +21,8 @@ from kvconnect.server.http.gate import Gate
 from kvconnect.server.http.http_server import HttpServer
 from kvconnect.server.http.listener import Listener
 from kvconnect.server.http.metrics import metrics_endpoint
-from kvconnect.server.route.client import InstanceClient
 from kvconnect.server.route.endpoint import Routed, RouteEndpoint
 from kvconnect.server.route.fleet import Fleet
-from kvconnect.server.route.followed_events import FollowedEvents
 from kvconnect.server.route.instance import Instance
 from kvconnect.server.route.settings import RouteSettings
 from kvconnect.trace import metrics
@@ -50,12 +48,12 @@ def route(
         ConfigurationError: another process took the port meanwhile.
     """
     admission = Admission(settings.max_requests, settings.max_bodies_bytes, "requests")
-    fleet, client = Fleet(settings), InstanceClient(settings)
+    fleet = Fleet(settings)
     remove = metrics.add_gauges(fleet.sizes)
     try:
         with ThreadPoolExecutor(1, thread_name_prefix="kvconnect-route-parsing") as parsing:
-            app = make_app(fleet, client, settings, admission, parsing, routed)
-            _RouteServer(fleet, client, app, settings, admission, ready).answer(listener)
+            app = make_app(fleet, admission, parsing, routed)
+            _RouteServer(fleet, app, admission, ready).answer(listener)
     finally:
         remove()
 
@@ -64,27 +62,18 @@ class _RouteServer(HttpServer):
     """The HTTP server of the router, which checks its servers."""
 
     def __init__(
-        self,
-        fleet: Fleet,
-        client: InstanceClient,
-        app: ASGIApp,
-        settings: RouteSettings,
-        admission: Admission,
-        ready: Callable[[], None],
+        self, fleet: Fleet, app: ASGIApp, admission: Admission, ready: Callable[[], None]
     ) -> None:
+        settings = fleet.settings
         most = _OUTGOING * settings.max_requests
         super().__init__(app, settings, admission, ready, max_outgoing=most, outgoing=_OUTGOING)
-        self._events = FollowedEvents(settings.max_prefixes)
         self._fleet = fleet
-        self._client = client
-        self._interval_s = settings.health_interval_s
         self._watching: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Checks all servers once, then accepts connections."""
-        await ask_all(self._fleet, self._client, self._events)
-        watching = _watch_all(self._fleet, self._client, self._events, self._interval_s)
-        self._watching = asyncio.create_task(watching)
+        await ask_all(self._fleet)
+        self._watching = asyncio.create_task(_watch_all(self._fleet))
         await super().startup(sockets)
 
     def has_failed(self) -> bool:
@@ -100,68 +89,53 @@ class _RouteServer(HttpServer):
             await asyncio.wait({watching})
             if not watching.cancelled():
                 watching.result()
-        await self._events.close()
-        await self._client.close()
+        await self._fleet.close()
 
 
-async def ask_all(fleet: Fleet, client: InstanceClient, events: FollowedEvents) -> None:
-    """Checks each server once, within ``health_timeout_s``."""
-    await asyncio.gather(*(_ask(one, client, events) for one in fleet))
+async def ask_all(fleet: Fleet) -> None:
+    """Checks each server once, within ``health_timeout_s``; follows the events of those up."""
+    await asyncio.gather(*(_ask(fleet, one) for one in fleet))
 
 
-async def _watch_all(
-    fleet: Fleet, client: InstanceClient, events: FollowedEvents, interval_s: float
-) -> None:
-    """Checks each server every `interval_s`; follows the events of those up.
+async def _watch_all(fleet: Fleet) -> None:
+    """Checks each server every ``health_interval_s``, until cancelled."""
 
-    Runs until cancelled.
-    """
-    await asyncio.gather(*(_watch(one, client, events, interval_s) for one in fleet))
+    async def watch(instance: Instance) -> None:
+        while True:
+            await asyncio.sleep(fleet.settings.health_interval_s)
+            await _ask(fleet, instance)
 
-
-async def _watch(
-    instance: Instance, client: InstanceClient, events: FollowedEvents, interval_s: float
-) -> None:
-    while True:
-        await asyncio.sleep(interval_s)
-        await _ask(instance, client, events)
+    await asyncio.gather(*map(watch, fleet))
 
 
-async def _ask(instance: Instance, client: InstanceClient, events: FollowedEvents) -> None:
+async def _ask(fleet: Fleet, instance: Instance) -> None:
     try:
-        answer = await client.get(instance, "/health")
+        answer = await fleet.client.get(instance, "/health")
     except (httpx2.HTTPError, TimeoutError) as error:
         instance.went_down(f"/health: {type(error).__name__}")
-        events.lost(instance)
+        fleet.events.lost(instance)
         return
     if answer.status_code == httpx2.codes.OK:
         instance.came_up()
-        events.told(instance, answer)
+        fleet.events.told(instance, answer)
     else:
-        events.lost(instance)
+        fleet.events.lost(instance)
         instance.drains(f"/health: status {answer.status_code}")
 
 
 def make_app(
-    fleet: Fleet,
-    client: InstanceClient,
-    settings: RouteSettings,
-    admission: Admission,
-    parsing: Executor,
-    routed: Routed = nullcontext,
+    fleet: Fleet, admission: Admission, parsing: Executor, routed: Routed = nullcontext
 ) -> ASGIApp:
     """Makes the ASGI application over `fleet`.
 
     Args:
-        fleet: of the servers.
-        client: asks them; the caller closes it.
-        settings: of the router.
+        fleet: the servers; the caller closes it.
         admission: of the requests that are answered.
         parsing: one thread, where long bodies are parsed; the caller ends it.
         routed: as of `RouteEndpoint`.
     """
-    endpoint = RouteEndpoint(fleet, client, settings, admission, parsing, routed)
-    monitor = _Monitor(fleet, client, admission)
+    endpoint = RouteEndpoint(fleet, admission, parsing, routed)
+    monitor = _Monitor(fleet, admission)
     routes = [
         Route("/v1/completions", endpoint, methods=["POST"]),
         Route("/v1/chat/completions", endpoint, methods=["POST"]),
@@ -170,13 +144,12 @@ def make_app(
         Route("/health", monitor.health),
         Route("/metrics", metrics_endpoint(None)),
     ]
-    return Gate(Router(routes, redirect_slashes=False), settings)
+    return Gate(Router(routes, redirect_slashes=False), fleet.settings)
 
 
 class _Monitor:
-    def __init__(self, fleet: Fleet, client: InstanceClient, admission: Admission) -> None:
+    def __init__(self, fleet: Fleet, admission: Admission) -> None:
         self._fleet = fleet
-        self._client = client
         self._admission = admission
 
     async def models(self, request: Request) -> Response:
@@ -196,7 +169,7 @@ class _Monitor:
             if instance.down is not None:
                 continue
             try:
-                answer = await self._client.get(instance, "/v1/models")
+                answer = await self._fleet.client.get(instance, "/v1/models")
                 answer.raise_for_status()
                 found: dict[str, Any] = answer.json()
             except (httpx2.HTTPError, TimeoutError, ValueError):
