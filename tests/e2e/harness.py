@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from observed import patient
 
 from kvconnect import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
 from kvconnect.backend import Backend
@@ -15,42 +17,34 @@ PROMPT = [int(token) for token in np.random.default_rng(7).integers(1, 250, 203)
 PARAMS = SamplingParams(max_tokens=24, ignore_eos=True)
 
 
+Store = str | Backend | KvCacheConnectorConfig | None
+
+
+def connector(store: str | Backend, **more: object) -> KvCacheConnectorConfig:
+    """A store that is waited for, on a busy machine too; nothing is computed that it has."""
+    return patient(store, **{"save_timeout_s": 60} | more)
+
+
 def open_llm(
     model: Path,
-    store: str | Backend | KvCacheConnectorConfig | None = None,
+    store: Store = None,
     *,
     tokens_per_block: int = T,
-    dtype: str = "float64",
     max_tokens: int = 2048,
+    **more: Any,
 ) -> LLM:
-    """An engine with room for a few prompts; patient with its store on a busy machine.
-
-    It computes nothing that the store has.
-    """
+    """An engine in float64 with room for a few prompts; it waits for its store."""
     cache = KvCacheConfig(tokens_per_block=tokens_per_block, max_tokens=max_tokens)
-    patience = {
-        "lookup_timeout_ms": 60_000,
-        "load_timeout_s": 60,
-        "save_timeout_s": 60,
-        "overlap_loads": False,
-    }
-    if isinstance(store, str):
-        store = KvCacheConnectorConfig(url=store, **patience)
-    elif isinstance(store, Backend):
-        store = KvCacheConnectorConfig(backend=store, **patience)
-    return LLM(model, kv_cache=cache, connector=store, dtype=dtype)
+    if isinstance(store, str | Backend):
+        store = connector(store)
+    return LLM(model, kv_cache=cache, connector=store, **{"dtype": "float64"} | more)
 
 
 def answer(
-    model: Path,
-    store: str | Backend | KvCacheConnectorConfig | None = None,
-    *,
-    prompt: list[int] = PROMPT,
-    tokens_per_block: int = T,
-    dtype: str = "float64",
+    model: Path, store: Store = None, prompt: list[int] = PROMPT, **how: Any
 ) -> RequestOutput:
     """Start, answer `prompt`, stop: what was staged is saved when this returns."""
-    with open_llm(model, store, tokens_per_block=tokens_per_block, dtype=dtype) as llm:
+    with open_llm(model, store, **how) as llm:
         return llm.generate([prompt], PARAMS)[0]
 
 

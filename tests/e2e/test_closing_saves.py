@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
 from harness import open_llm
-from test_faulty_backends import DictBackend
+from late_store import LateStore
+from observed import slow
 
 from kvconnect import KvCacheConnectorConfig, SamplingParams
 from kvconnect.backend import StoredBlock
@@ -17,23 +19,25 @@ from kvconnect.backend import StoredBlock
 T = 16
 LONG = SamplingParams(max_tokens=400, ignore_eos=True)
 SHORT = SamplingParams(max_tokens=2, ignore_eos=True)
-SLOT = 2 * (4096 + (1 << 13))
+FEW, MANY = 4 * 2 * (4096 + (1 << 13)), 64 << 20
+"""Bytes of staging memory: four slots, and many."""
 
 
-class SlowBackend(DictBackend):
+class SlowBackend(LateStore):
     async def save(self, blocks: Sequence[StoredBlock]) -> int:
         await asyncio.sleep(0.002 * len(blocks))
         return await super().save(blocks)
 
 
-@pytest.mark.parametrize("save_on", ["finish", "full"])
-@pytest.mark.parametrize("staging_bytes", [4 * SLOT, 64 << 20], ids=["few slots", "many"])
 @pytest.mark.parametrize(
-    ("on_backlog", "num_tokens"),
+    ("save_on", "staging_bytes", "on_backlog", "num_tokens"),
     [
-        *[("drop", 1), ("wait", 20)],
-        pytest.param("drop", 20, marks=pytest.mark.slow),
-        pytest.param("wait", 1, marks=pytest.mark.slow),
+        # Every two of the four meet.
+        ("finish", FEW, "drop", 1),
+        ("finish", MANY, "wait", 20),
+        ("full", FEW, "wait", 20),
+        ("full", MANY, "drop", 1),
+        *slow(*product(("finish", "full"), (FEW, MANY), ("drop", "wait"), (1, 20))),
     ],
 )
 def test_every_block_of_running_requests_is_saved(
@@ -61,13 +65,7 @@ def test_every_block_of_running_requests_is_saved(
     said = [[*p, *h.result(0).output_token_ids] for p, h in zip(prompts, handles, strict=True)]
     with open_llm(model) as llm:
         expected = [output.output_token_ids for output in llm.generate(said, SHORT)]
-    settings = {
-        "lookup_timeout_ms": 60_000,
-        "load_timeout_s": 60,
-        "save_timeout_s": 60,
-        "overlap_loads": False,
-    }
-    with open_llm(model, KvCacheConnectorConfig(backend=store, **settings)) as llm:
+    with open_llm(model, store) as llm:
         for tokens, answer in zip(said, expected, strict=True):
             again = llm.generate([tokens], SHORT)[0]
             assert again.output_token_ids == answer

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 import shutil
+from itertools import product
 from pathlib import Path
 
 import pytest
 from harness import PROMPT, answer, disk_url, store_files
+from observed import slow
 
 
 @pytest.fixture
@@ -27,9 +29,12 @@ def flip(path: Path, rng: random.Random, count: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 40))]
+    ("seed", "count"),
+    [
+        *[(0, 1), (1, 300)],
+        *slow(*product(range(2, 40), (1, 300))),
+    ],
 )
-@pytest.mark.parametrize("count", [1, 300])
 def test_flipped_bits(model: Path, store: Path, expected: list[int], seed: int, count: int) -> None:
     rng = random.Random(seed)
     for path in store_files(store):

@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from harness import T, open_llm
-from test_faulty_backends import DictBackend
+from late_store import LateStore
+from observed import slow
 from torch import Tensor
 
 from kvconnect import LLM, KvCacheConnectorConfig, SamplingParams
@@ -29,7 +30,7 @@ PROMPTS = [
 ]
 
 
-class Store(DictBackend):
+class Store(LateStore):
     """A dictionary that can be refused, black-holed or frozen while it is in use.
 
     Frozen calls are answered after the thaw; those of a black hole never are.
@@ -99,7 +100,7 @@ def seconds(llm: LLM, numbers: Sequence[int], answers: list[list[int]]) -> float
 @pytest.mark.parametrize(
     "mode",
     # Real servers: test_dead_servers.py.
-    ["refused", *(pytest.param(one, marks=pytest.mark.slow) for one in ("black-holed", "frozen"))],
+    ["refused", *slow("black-holed", "frozen")],
 )
 def test_a_dead_store_costs_one_request_its_budget_and_is_used_again(
     model: Path, known: tuple[dict[BlockKey, Tensor], list[list[int]]], mode: str

@@ -19,8 +19,8 @@ def _run(model: Path, tmp_path: Path, requests: int, warm_up: int) -> None:
     assert child.exitcode == 0
 
 
-def test_three_hundred_requests(model: Path, tmp_path: Path) -> None:
-    _run(model, tmp_path, 300, 150)
+def test_two_hundred_requests(model: Path, tmp_path: Path) -> None:
+    _run(model, tmp_path, 200, 100)
 
 
 @pytest.mark.slow

@@ -5,30 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from harness import answer, disk_url
+from harness import answer, connector, disk_url
 
 from kvconnect import KvCacheConnectorConfig
 from kvconnect.connector.io.identity import stored_as
 from kvconnect.errors import ConfigurationError
 
 
-def connector(directory: Path, namespace: str | None) -> KvCacheConnectorConfig:
-    return KvCacheConnectorConfig(
-        url=disk_url(directory),
-        namespace=namespace,
-        lookup_timeout_ms=60_000,
-        overlap_loads=False,
-    )
-
-
 def test_blocks_are_found_in_their_own_namespace_only(
     model: Path, expected: list[int], tmp_path: Path
 ) -> None:
-    answer(model, connector(tmp_path / "kv", "shared"))
+    url = disk_url(tmp_path / "kv")
+    answer(model, connector(url, namespace="shared"))
     for namespace in (None, "other"):
-        apart = answer(model, connector(tmp_path / "kv", namespace))
+        apart = answer(model, connector(url, namespace=namespace))
         assert (list(apart.output_token_ids), apart.reused_store_tokens) == (expected, 0)
-    again = answer(model, connector(tmp_path / "kv", "shared"))
+    again = answer(model, connector(url, namespace="shared"))
     assert (list(again.output_token_ids), again.computed_tokens) == (expected, 1)
 
 

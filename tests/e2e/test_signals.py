@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from harness import disk_url
+from observed import slow
 
 from kvconnect.cli.main import main
 
@@ -35,7 +36,7 @@ def _arguments(model: Path, store: Path, *more: str) -> list[str]:
 
 @pytest.mark.parametrize(
     ("number", "code"),
-    [pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow), (signal.SIGTERM, 143)],
+    [(signal.SIGTERM, 143), *slow((signal.SIGINT, 130))],
 )
 def test_a_signal_saves_what_is_staged(
     model: Path,

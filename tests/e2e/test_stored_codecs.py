@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from harness import answer, disk_url, open_llm
+from harness import answer, connector, disk_url, open_llm
 
 from kvconnect import KvCacheConnectorConfig
 from kvconnect.backends import open_backend
@@ -21,21 +21,16 @@ def key_files(tmp_path: Path) -> list[Path]:
     return files
 
 
-def connector(directory: Path, codec: str | None, key_file: Path | None = None):
-    return KvCacheConnectorConfig(
-        url=disk_url(directory),
-        codec=codec,
-        key_file=None if key_file is None else str(key_file),
-        lookup_timeout_ms=60_000,
-        overlap_loads=False,
-    )
+def encoded(directory: Path, codec: str | None, key_file: Path | None = None):
+    path = None if key_file is None else str(key_file)
+    return connector(disk_url(directory), codec=codec, key_file=path)
 
 
 @pytest.mark.parametrize("codec", ["zstd", "lz4", "zstd+aes-gcm"])
 def test_lossless_codecs_change_no_token(
     model: Path, expected: list[int], tmp_path: Path, key_files: list[Path], codec: str
 ) -> None:
-    config = connector(tmp_path / "kv", codec, key_files[0] if "aes" in codec else None)
+    config = encoded(tmp_path / "kv", codec, key_files[0] if "aes" in codec else None)
     assert list(answer(model, config).output_token_ids) == expected
     warm = answer(model, config)
     assert list(warm.output_token_ids) == expected
@@ -45,8 +40,8 @@ def test_lossless_codecs_change_no_token(
 def test_compressed_blocks_are_found_by_engines_that_do_not_compress(
     model: Path, expected: list[int], tmp_path: Path
 ) -> None:
-    answer(model, connector(tmp_path / "kv", "zstd"))
-    plain = answer(model, connector(tmp_path / "kv", None))
+    answer(model, encoded(tmp_path / "kv", "zstd"))
+    plain = answer(model, encoded(tmp_path / "kv", None))
     assert list(plain.output_token_ids) == expected
     assert plain.computed_tokens == 1
 
@@ -55,9 +50,9 @@ def test_compressed_blocks_are_found_by_engines_that_do_not_compress(
 def test_rounded_blocks_are_for_engines_that_ask_for_them(
     model: Path, expected: list[int], tmp_path: Path, codec: str
 ) -> None:
-    rounding = connector(tmp_path / "kv", codec)
+    rounding = encoded(tmp_path / "kv", codec)
     assert list(answer(model, rounding).output_token_ids) == expected  # computed by itself
-    exact = answer(model, connector(tmp_path / "kv", None))
+    exact = answer(model, encoded(tmp_path / "kv", None))
     assert (list(exact.output_token_ids), exact.reused_store_tokens) == (expected, 0)
     assert answer(model, rounding).computed_tokens == 1
 
@@ -67,7 +62,7 @@ def test_what_stands_for_the_model_in_keys(tmp_path: Path, key_files: list[Path]
 
     def keyed(codec: str | None, key_file: Path | None = None, *, in_url: bool = False) -> bytes:
         if not in_url:
-            return stored_as(digest, connector(tmp_path, codec, key_file))
+            return stored_as(digest, encoded(tmp_path, codec, key_file))
         url = f"{disk_url(tmp_path)}&codec={codec}"
         return stored_as(digest, KvCacheConnectorConfig(url=url))
 
@@ -85,9 +80,9 @@ def test_a_codec_that_cannot_be_used_stops_the_engine_from_starting(
     model: Path, tmp_path: Path
 ) -> None:
     for config, message in (
-        (connector(tmp_path, "zst"), "did you mean 'zstd'"),
-        (connector(tmp_path, "aes-gcm"), "needs key_file="),
-        (connector(tmp_path, "aes-gcm", tmp_path / "no"), "cannot be read"),
+        (encoded(tmp_path, "zst"), "did you mean 'zstd'"),
+        (encoded(tmp_path, "aes-gcm"), "needs key_file="),
+        (encoded(tmp_path, "aes-gcm", tmp_path / "no"), "cannot be read"),
     ):
         with pytest.raises(ConfigurationError, match=message):
             open_llm(model, config)

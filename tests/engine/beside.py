@@ -6,25 +6,37 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
-import numpy as np
 import pytest
 from late_store import LateStore
-from observed import check_idle
+from observed import check_idle, slow, words
 
-from kvconnect import LLM, KvCacheConnectorConfig, RequestOutput, SamplingParams
+from kvconnect import LLM, KvCacheConfig, KvCacheConnectorConfig, RequestOutput, SamplingParams
 from kvconnect.cache.kv_cache_manager import KVCacheManager
 from kvconnect.connector.io.load import Load, Loads
+from kvconnect.connector.io.window_search import blocks_needed
 from kvconnect.engine.beside_loads import BesideLoads
+from kvconnect.engine.request.handle import RequestHandle
 from kvconnect.engine.sampling.drafts import NgramSpeculation
+from kvconnect.keys import BlockKey
+from kvconnect.layout import KvCacheLayout
 from kvconnect.request import LlmRequest
 
 T = 8
 GREEDY = SamplingParams(max_tokens=12)
 
 
-def words(length: int, seed: int) -> list[int]:
-    return np.random.default_rng(seed).integers(0, 256, length).tolist()
+KINDS = ["llama", "mixed", "qwen3_next"]
+"""Models with full attention, with windows in some layers, with recurrent states in some."""
+ALL = [*KINDS, *slow("mistral", "gpt_oss", "lfm2", "falcon_h1")]
+ANY = [*ALL, *slow("mamba2")]  # without attention
+
+
+def cache(**more: object) -> KvCacheConfig:
+    """With a snapshot of recurrent states every four blocks, where there are some."""
+    given = {"tokens_per_block": T, "max_tokens": 1024, "state_interval": 4 * T}
+    return KvCacheConfig(**given | more)
 
 
 PROMPT = words(12 * T + 5, 0)
@@ -44,11 +56,20 @@ def nothing(_request: LlmRequest, _budget: int) -> int:
 
 
 class Beside:
-    """Decides what is computed beside loads, as a test says."""
+    """Decides what is computed beside loads, as a test says, and knows what they have copied."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.decide: Callable[[LlmRequest, int], int] = whole_blocks
         self.asked = 0
+        self._copied = threading.Condition()
+        copy_now = Loads._copy_now
+
+        def copy_and_notify(*args: object) -> None:
+            copy_now(*args)
+            with self._copied:
+                self._copied.notify_all()
+
+        patch.setattr(Loads, "_copy_now", copy_and_notify)
         patch.setattr(BesideLoads, "is_worth", lambda *_: True)
         patch.setattr(
             BesideLoads, "chunk", lambda _, request, budget, **__: self._chunk(request, budget)
@@ -58,35 +79,21 @@ class Beside:
         self.asked += 1
         return self.decide(request, budget)
 
+    def wait(self, load: Load, number: int) -> None:
+        """Returns once all blocks of `load` from `number` on are in the pool."""
+        with self._copied:
+            num_blocks = load.order.num_from(number)
+            assert self._copied.wait_for(lambda: load.num_valid_blocks() >= num_blocks, 60)
 
-class Arrivals:
-    """What has come into the pool of the loads that run."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self._news = threading.Condition()
-        copy_now = Loads._copy_now
-
-        def copy_and_notify(*args: object) -> None:
-            copy_now(*args)
-            with self._news:
-                self._news.notify_all()
-
-        patch.setattr(Loads, "_copy_now", copy_and_notify)
-
-    def wait(self, load: Load, num_blocks: int) -> None:
-        """Returns once the last `num_blocks` are there."""
-        with self._news:
-            assert self._news.wait_for(lambda: load.num_valid_blocks() >= num_blocks, 60)
-
-    def after(self, llm: LLM, num_blocks: int) -> Callable[[LlmRequest, int], int]:
-        """Decides to compute once the last `num_blocks` are there, and the engine knows it."""
+    def after(self, llm: LLM, met: int) -> Callable[[LlmRequest, int], int]:
+        """Decides to compute once all from token `met` on is loaded, and the engine knows it."""
 
         def decide(request: LlmRequest, budget: int) -> int:
             load = loads(llm)._overlapping.get(request.request_id)
             if load is None:
                 return 0  # it has ended, which the engine is about to see
-            self.wait(load, num_blocks)
-            if request.loaded_from > load.order.loaded_from(num_blocks, T):
+            self.wait(load, -(-met // T))
+            if request.loaded_from > met:
                 llm._thread._inbox.ring()
                 return 0
             return whole_blocks(request, budget)
@@ -141,18 +148,6 @@ def check(output: RequestOutput, expected: list[int], reused: int | None = None)
     assert output.computed_tokens == output.prompt_tokens - others
 
 
-def stop_at(num_tokens: int, reached: threading.Event) -> Callable[[LlmRequest, int], int]:
-    """Decides to compute so many tokens, block by block, and then nothing."""
-
-    def decide(request: LlmRequest, _budget: int) -> int:
-        if request.num_computed_tokens < num_tokens:
-            return T
-        reached.set()
-        return 0
-
-    return decide
-
-
 def send_back_once(llm: LLM, when: Callable[[LlmRequest], bool]) -> list[LlmRequest]:
     """Preempts a request right after the first step after which `when` holds for it."""
     engine, sent = llm._engine, []
@@ -181,6 +176,114 @@ def crowd(monkeypatch: pytest.MonkeyPatch) -> None:
             (0 if self.blocks.has_begun(request.request_id) else 10**6,) * len(self.layouts)
         ),
     )
+
+
+def stop_at(num_tokens: int, reached: threading.Event) -> Callable[[LlmRequest, int], int]:
+    """Decides to compute so many tokens, block by block, and then nothing."""
+
+    def decide(request: LlmRequest, _budget: int) -> int:
+        if request.num_computed_tokens < num_tokens:
+            return T
+        reached.set()
+        return 0
+
+    return decide
+
+
+class Late:
+    """Engines on a model that read block by block from a store that has PROMPTS, and is late.
+
+    Attributes:
+        store: it, which keeps nothing that is saved.
+        llm: the engine that was opened last.
+        beside: decides what is computed beside loads.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        saved: LateStore,
+        open_llm: Callable[..., LLM],
+        reference: Callable[..., list[list[int]]],
+    ) -> None:
+        self.model, self.saved, self.store = model, saved, LateStore()
+        self._open_llm, self.reference = open_llm, reference
+        self.store.become(saved)
+        self.store.writable = False
+
+    def open(self, **how: object) -> LLM:
+        """Opens an engine, which computes at most three blocks in a step by default."""
+        config = cache(**how.pop("cache", {}))
+        given = {"max_num_tokens": 3 * T + 5, "connector": connector(self.store)} | how
+        self.llm = self._open_llm(self.model, kv_cache=config, **given)
+        worker(self.llm)._access.call_blocks = 1
+        return self.llm
+
+    @property
+    def keys(self) -> list[set[BlockKey]]:
+        """The keys of each block of PROMPT."""
+        return self.store.keys_at(PROMPT)
+
+    @property
+    def end(self) -> int:
+        """How many tokens of PROMPT are in the store: up to a state there is no tail."""
+        return 12 * T if any(one.states for one in self.llm.layouts) else len(PROMPT) - 1
+
+    def needs(self, layout: KvCacheLayout, number: int, end: int) -> bool:
+        """Whether computing from `end` on reads block `number` of a group, or a later one."""
+        return not layout.only_counts and number >= blocks_needed(layout.window, end, T).start
+
+    def met(self, number: int, end: int | None = None) -> int:
+        """The token from which on all is loaded, once every block from `number` on is there."""
+        end = self.end if end is None else end
+        is_later = any(self.needs(layout, number - 1, end) for layout in self.llm.layouts)
+        return min(end, number * T) if is_later else 0
+
+    def hold(self, number: int) -> None:
+        """The blocks before `number` do not come."""
+        self.store.held = set().union(*self.keys[:number])
+
+    def meet(self, number: int, end: int | None = None) -> int:
+        """All from `number` on comes, then the tokens before are computed. Returns how many."""
+        self.hold(number)
+        met = self.met(number, end)
+        self.beside.decide = self.beside.after(self.llm, met)
+        return met
+
+    def once_the_store_waits(self, request: LlmRequest, budget: int) -> int:
+        """Decides to compute all, once a load hangs."""
+        assert self.store.waits.wait(60)
+        return whole_blocks(request, budget)
+
+    def submit(self, prompt: list[int] = PROMPT) -> RequestHandle:
+        return self.llm.submit(prompt, GREEDY)
+
+    def ask(
+        self, prompt: list[int] = PROMPT, *, reused: int | None = None, max_tokens: int = 12
+    ) -> RequestOutput:
+        """Checks the answer, and that nothing is left of the request."""
+        output = self.llm.generate(prompt, SamplingParams(max_tokens=max_tokens))[0]
+        self.check(output, prompt, reused=reused, max_tokens=max_tokens)
+        self.check_rest()
+        return output
+
+    def check(
+        self,
+        output: RequestOutput,
+        prompt: list[int] = PROMPT,
+        *,
+        reused: int | None = None,
+        max_tokens: int = 12,
+    ) -> None:
+        (expected,) = self.reference(self.model, [prompt], 12)
+        check(output, expected[:max_tokens], reused)
+
+    def check_tokens(self, output: RequestOutput) -> None:
+        """That of PROMPT; it was preempted, so some of its tokens were computed twice."""
+        assert [list(output.output_token_ids)] == self.reference(self.model, [PROMPT], 12)
+
+    def check_rest(self) -> None:
+        check_nothing_is_left(self.llm, self.store)
 
 
 STORMY = {

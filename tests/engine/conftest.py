@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 import torch
 from families import FirstOfEquals, write_tiny
+from observed import patient
 from transformers import AutoModelForCausalLM
 
-from kvconnect import LLM, KvCacheConfig, KvCacheConnectorConfig
+from kvconnect import LLM, KvCacheConfig
 from kvconnect.engine.checkpoint.loading import LoadedModel, load_model
 from kvconnect.engine.checkpoint.random_model import make_model
 
@@ -64,6 +65,12 @@ def prompts() -> list[list[int]]:
     made = [rng.integers(0, 256, length).tolist() for length in (70, 33, 5, 16, 100, 1)]
     # One ends inside a block of another, one goes its own way inside a block.
     return [*made, made[4][:90], [*made[0][:50], 1, 2, 3]]
+
+
+@pytest.fixture(scope="session")
+def several(prompts: list[list[int]]) -> list[list[int]]:
+    """Those of 70, 33, 5 and 16 tokens, and the one that leaves the first inside a block."""
+    return [*prompts[:4], prompts[7]]
 
 
 @pytest.fixture(scope="session")
@@ -116,11 +123,7 @@ def open_llm(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
     def open_one(model: Path, *, max_tokens: int = 1024, tokens_per_block: int = T, **more) -> LLM:
         config = KvCacheConfig(tokens_per_block=tokens_per_block, max_tokens=max_tokens)
         if isinstance(url := more.get("connector"), str):
-            # A machine that tests is busy: a lookup that is late would be a miss, and what is
-            # computed beside a load would not count as loaded.
-            more["connector"] = KvCacheConnectorConfig(
-                url=url, lookup_timeout_ms=60_000, overlap_loads=False
-            )
+            more["connector"] = patient(url)
         opened.append(LLM(model, **{"kv_cache": config, "dtype": "float64"} | more))
         return opened[-1]
 

@@ -1,32 +1,58 @@
-"""A store that tests of recurrent states read and damage, and prompts that branch off others."""
+"""A store that tests read and damage; caches and prompts of tests of recurrent states."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 import numpy as np
 import torch
+from late_store import LateStore
+from observed import check_rest, tokens
 
-from kvconnect.backend import Backend, StoredBlock
+from kvconnect import LLM, KvCacheConfig, RequestOutput, SamplingParams
+from kvconnect.backend import Capabilities
 from kvconnect.keys import BlockKey
 
-__all__ = ["FrameStore", "branches"]
+RESTORED = [64, 32, 0, 0, 48]
+"""What is reused of `several`. Snapshots are every 32 tokens, at ends and at branches."""
 
 
-class FrameStore(Backend):
-    """A store of frames in a dict.
+def cache(**more: object) -> KvCacheConfig:
+    """With a snapshot every two blocks."""
+    given = {"tokens_per_block": 16, "max_tokens": 1024, "state_interval": 32}
+    return KvCacheConfig(**given | more)
+
+
+def reused(outputs: Iterable[RequestOutput]) -> list[int]:
+    """The tokens of each prompt that were reused from the device."""
+    return [one.reused_device_tokens for one in outputs]
+
+
+def loaded(outputs: Iterable[RequestOutput]) -> list[int]:
+    """The tokens of each prompt that came from a store."""
+    return [one.reused_store_tokens for one in outputs]
+
+
+def restarted(llm: LLM) -> None:
+    """Empties the device's cache, once all saves are written and no request holds a block."""
+    check_rest(llm)
+    assert llm._engine._connector._worker._saves.flush(60)
+
+
+class FrameStore(LateStore):
+    """A store that lists nothing.
 
     Attributes:
-        frames, groups: the frame and the pool group of each key.
-        writable: whether `save` and `delete` have an effect.
         at_load: called before each load.
     """
 
-    def __init__(self) -> None:
-        self.frames: dict[BlockKey, torch.Tensor] = {}
-        self.groups: dict[BlockKey, int] = {}
-        self.writable = True
-        self.at_load: Callable[[], Awaitable[None]] | None = None
+    capabilities = Capabilities()
+    at_load: Callable[[], Awaitable[None]] | None = None
+
+    @property
+    def groups(self) -> dict[BlockKey, int]:
+        """Returns the pool group of each key that was ever saved."""
+        return {key: group for key, (group, _) in self.blocks.items()}
 
     @property
     def num_states(self) -> int:
@@ -37,36 +63,37 @@ class FrameStore(Backend):
         """Drops all frames of states."""
         self.frames = {key: one for key, one in self.frames.items() if not self.groups[key]}
 
-    async def lookup(self, keys: Sequence[BlockKey]) -> int:
-        return next((n for n, key in enumerate(keys) if key not in self.frames), len(keys))
-
     async def load(self, keys: Sequence[BlockKey], into: Sequence[torch.Tensor]) -> int:
         if self.at_load is not None:
             await self.at_load()
-        for number, (key, room) in enumerate(zip(keys, into, strict=True)):
-            found = self.frames.get(key)
-            if found is None or found.numel() != room.numel():
-                return number
-            room.copy_(found)
-        return len(keys)
-
-    async def save(self, blocks: Sequence[StoredBlock]) -> int:
-        for block in blocks if self.writable else ():
-            self.frames[block.key] = block.data.clone()
-            self.groups[block.key] = block.group
-        return len(blocks)
-
-    async def delete(self, keys: Sequence[BlockKey]) -> None:
-        for key in keys if self.writable else ():
-            self.frames.pop(key, None)
+        return await super().load(keys, into)
 
 
-def branches(rng: np.random.Generator, known: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Returns four prompts of at most 60 tokens that begin like some of `known`."""
-    prompts = []
-    for _ in range(4):
-        stem = known[rng.integers(len(known))]
-        stem = stem[: rng.integers(len(stem) + 1)]
-        more = rng.integers(0, 3, rng.integers(1, 20)).tolist()
-        prompts.append([*stem, *more][-60:])
-    return prompts
+def random_trees(
+    cached: LLM,
+    fresh: LLM,
+    rng: np.random.Generator,
+    count: int,
+    forget: Callable[[LLM], object] = lambda _: None,
+) -> list[RequestOutput]:
+    """Asks both engines for prompts of at most 60 tokens that branch off each other.
+
+    Checks that the answers are equal, and returns those of `cached`. Calls `forget` for it now and
+    then.
+    """
+    known: list[list[int]] = [[]]
+    answers = []
+    for _ in range(0, count, 4):
+        batch = []
+        for _ in range(4):
+            stem = known[rng.integers(len(known))]
+            stem = stem[: rng.integers(len(stem) + 1)]
+            batch.append([*stem, *rng.integers(0, 3, rng.integers(1, 20)).tolist()][-60:])
+        params = SamplingParams(max_tokens=int(rng.integers(1, 9)), ignore_eos=True)
+        outputs = cached.generate(batch, params)
+        assert tokens(outputs) == tokens(fresh.generate(batch, params))
+        known += [[*one, *out.output_token_ids] for one, out in zip(batch, outputs, strict=True)]
+        answers += outputs
+        if rng.integers(2):
+            forget(cached)
+    return answers

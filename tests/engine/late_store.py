@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 
 from torch import Tensor
 
@@ -18,11 +19,12 @@ class LateStore(Backend):
     """Frames by key.
 
     Attributes:
+        blocks: the pool group and the tokens of each key that was ever saved.
         held: a load of one of these waits until `release`.
         lost: these are gone when they are loaded, though a lookup found them.
         broken: these come with a flipped bit.
         failing: a load of one of these raises.
-        frozen: what is saved is not kept.
+        writable: whether what is saved is kept.
         waits: set once a load waits.
     """
 
@@ -30,12 +32,13 @@ class LateStore(Backend):
 
     def __init__(self) -> None:
         self.frames: dict[BlockKey, Tensor] = {}
+        self.blocks: dict[BlockKey, tuple[int, list[int]]] = {}
         self.after: defaultdict[BlockKey | None, list[Child]] = defaultdict(list)
         self.held: set[BlockKey] = set()
         self.lost: set[BlockKey] = set()
         self.broken: set[BlockKey] = set()
         self.failing: set[BlockKey] = set()
-        self.frozen = False
+        self.writable = True
         self.waits = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiting: list[asyncio.Event] = []
@@ -43,7 +46,7 @@ class LateStore(Backend):
     def become(self, other: LateStore) -> None:
         """Has what `other` has, in time and sound."""
         self.release()
-        self.frames = dict(other.frames)
+        self.frames, self.blocks = dict(other.frames), dict(other.blocks)
         self.after = defaultdict(list, {key: list(one) for key, one in other.after.items()})
         self.lost, self.broken, self.failing = set(), set(), set()
 
@@ -58,25 +61,21 @@ class LateStore(Backend):
         for one in waiting:
             one.set()
 
-    def keys_of(self, prompt: Sequence[int]) -> list[BlockKey]:
-        """The keys of the blocks of `prompt`, in order, that of its tail too."""
-        keys: list[BlockKey] = []
-        at = 0
-        keys_known = {one.key for known in list(self.after.values()) for one in list(known)}
-        roots = self.after.keys() - keys_known
-        if not roots:
-            return []
-        [parent] = roots
-        while at < len(prompt):
-            children = self.after.get(parent, ())
-            fitting = [one for one in children if _begins(prompt[at:], one.tokens.tolist())]
-            if not fitting:
-                break
-            longest = max(fitting, key=lambda one: len(one.tokens))
-            parent = longest.key
-            keys.append(parent)
-            at += len(longest.tokens)
-        return keys
+    def keys_at(self, prompt: list[int], *, states: bool = True) -> list[set[BlockKey]]:
+        """Returns the keys of each block of `prompt` in all pool groups, its tail's too.
+
+        Without `states` those of the last group, which has the states of recurrent layers, are
+        left out.
+        """
+        known = list(self.blocks.items())
+        last = max((group for _, (group, _) in known), default=0)
+        size = max((len(own) for _, (_, own) in known), default=1)
+        parts = (prompt[at : at + size] for at in range(0, len(prompt), size))
+        keys = (
+            {key for key, (group, own) in known if own == part and (states or group < last)}
+            for part in parts
+        )
+        return list(takewhile(bool, keys))
 
     async def open(self, layouts: object, access: str = "store") -> None:
         self._loop = asyncio.get_running_loop()
@@ -97,20 +96,23 @@ class LateStore(Backend):
         for number, (key, buffer) in enumerate(zip(keys, into, strict=True)):
             if key in self.lost:
                 self.frames.pop(key, None)
-            if key not in self.frames:
+            found = self.frames.get(key)
+            if found is None or found.numel() != buffer.numel():
                 return number
-            buffer.copy_(self.frames[key])
+            buffer.copy_(found)
             if key in self.broken:
                 buffer[frame.HEADER_NBYTES + 11] ^= 4
         return len(keys)
 
     async def save(self, blocks: Sequence[StoredBlock]) -> int:
         for block in blocks:
-            if self.frozen or block.key in self.frames:
+            if not self.writable or block.key in self.frames:
                 continue
             self.frames[block.key] = block.data.clone()
             self.lost.discard(block.key)
             self.broken.discard(block.key)
+            tokens = [] if block.tokens is None else block.tokens.tolist()
+            self.blocks[block.key] = (block.group, tokens)
             if block.tokens is not None:
                 children = self.after[block.parent]
                 children[:] = [one for one in children if one.key != block.key]
@@ -123,7 +125,3 @@ class LateStore(Backend):
 
     async def children(self, key: BlockKey | None) -> Sequence[Child]:
         return [child for child in self.after.get(key, ()) if child.key in self.frames]
-
-
-def _begins(tokens: Sequence[int], start: Sequence[int]) -> bool:
-    return len(start) > 0 and list(tokens[: len(start)]) == list(start)

@@ -76,28 +76,17 @@ def test_what_is_no_prompt(llm, prompts, message):
         llm.generate(prompts)
 
 
+def changed_params(**fields: object) -> SamplingParams:
+    return SamplingParams().model_copy(update=fields)
+
+
 BAD_CARGO = [
-    (
-        {"sampling_params": {"temprature": 0.5}},
-        "SamplingParams: unknown field 'temprature'; did you",
-    ),
+    ({"sampling_params": {"temprature": 0.5}}, "SamplingParams: unknown field 'temprature'; did"),
     ({"sampling_params": "greedy"}, "sampling_params: 'greedy' is a str; give a SamplingParams"),
-    (
-        {"sampling_params": SamplingParams().model_copy(update={"temperature": "hot"})},
-        "SamplingParams.temperature='hot': ",
-    ),
-    (
-        {"sampling_params": SamplingParams().model_copy(update={"max_tokens": 2.5})},
-        r"SamplingParams.max_tokens=2.5: ",
-    ),
-    (
-        {"sampling_params": SamplingParams().model_copy(update={"temprature": 1})},
-        "SamplingParams: unknown field 'temprature'; did you mean 'temperature'?",
-    ),
-    (
-        {"sampling_params": SamplingParams.model_construct(stop=5)},
-        "SamplingParams.stop=5: ",
-    ),
+    ({"sampling_params": changed_params(temperature="hot")}, "SamplingParams.temperature='hot': "),
+    ({"sampling_params": changed_params(max_tokens=2.5)}, r"SamplingParams.max_tokens=2.5: "),
+    ({"sampling_params": changed_params(temprature=1)}, "'temprature'; did you mean 'temperature'"),
+    ({"sampling_params": SamplingParams.model_construct(stop=5)}, "SamplingParams.stop=5: "),
     ({"retention": "x"}, "retention: 'x' is a str; give a KvCacheRetentionConfig"),
     ({"retention": {"priority": 5}}, "KvCacheRetentionConfig: unknown field 'priority'"),
     (

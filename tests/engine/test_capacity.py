@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from observed import tokens, watch_batches
+from observed import slow, tokens, watch_batches
 
 from kvconnect import SamplingParams
 from kvconnect.errors import ConfigurationError, OutOfBlocks
@@ -71,8 +71,8 @@ def test_what_it_computed_is_reused_when_it_comes_back(open_llm, llama, four):
     [
         (None, 2048),
         ("memory:?capacity=32MiB", 24),
-        pytest.param(None, 24, marks=pytest.mark.slow),
-        pytest.param("memory:?capacity=32MiB", 2048, marks=pytest.mark.slow),
+        *slow((None, 24)),
+        *slow(("memory:?capacity=32MiB", 2048)),
     ],
 )
 def test_greedy_answers_are_those_of_transformers(

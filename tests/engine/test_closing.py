@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 
 import pytest
+from observed import patient
 
-from kvconnect import KvCacheConnectorConfig, SamplingParams
+from kvconnect import SamplingParams
 from kvconnect.backends.memory import MemoryBackend
 
 ONE = SamplingParams(max_tokens=1)
@@ -66,12 +67,7 @@ def test_it_takes_no_longer_than_promised(open_llm, llama):
 def check_close(open_llm, llama, method: str) -> None:
     """Close an engine whose store blocks in `method`: what runs has ended, soon."""
     backend = Blocking(method)
-    config = KvCacheConnectorConfig(
-        backend=backend,
-        save_timeout_s=SAVE_TIMEOUT_S,
-        lookup_timeout_ms=60_000,
-        overlap_loads=False,
-    )
+    config = patient(backend, save_timeout_s=SAVE_TIMEOUT_S)
     prompt = list(range(1, 60))
     llm = open_llm(llama, connector=config, max_tokens=80)
     try:

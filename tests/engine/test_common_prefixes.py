@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import pytest
-from observed import tokens, watch_batches
+from observed import tokens, watch_batches, words
 
 from kvconnect import LLM, KvCacheConfig, SamplingParams
 from kvconnect.request import RequestState
 
 THREE = SamplingParams(max_tokens=3, ignore_eos=True)
 POLICIES = ["guaranteed_no_evict", "max_utilization"]
-
-
-def words(length: int, seed: int) -> list[int]:
-    return np.random.default_rng(seed).integers(0, 256, length).tolist()
 
 
 STEM = words(250, 0)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from observed import check_idle, tokens, watch_batches
+from observed import check_idle, slow, tokens, watch_batches
 from parrot import EAGER, Parrot, draft_with
 
 from kvconnect import SamplingParams
@@ -17,7 +17,7 @@ T = 16
 # Rotated positions, windows, learned positions, keys and values of different sizes.
 ARCHITECTURES = [
     *("llama", "gemma3", "gpt2", "deepseek_v3"),
-    *(pytest.param(arch, marks=pytest.mark.slow) for arch in ("qwen3", "mistral")),
+    *slow("qwen3", "mistral"),
 ]
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
+from itertools import product
 
 import pytest
-from observed import tokens
+from observed import slow, tokens
 
 from kvconnect import LLM, KvCacheConfig, SamplingParams
 
@@ -17,15 +18,7 @@ LESS_OFTEN = ["qwen2", "gemma", "olmo"]
 GREEDY = SamplingParams(max_tokens=20)
 
 
-def often(*seldom):
-    """All architectures, and those of `seldom` in the long form alone."""
-    return [
-        pytest.param(arch, marks=pytest.mark.slow) if arch in seldom else arch
-        for arch in ARCHITECTURES
-    ]
-
-
-BY_KIND = often(*(set(ARCHITECTURES) - set(KINDS)))
+BY_KIND = [*KINDS, *slow("qwen3", "mistral", "gpt2")]
 
 
 @pytest.fixture
@@ -33,7 +26,7 @@ def model(arch, model_of):
     return model_of(arch)
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", BY_KIND)
 def test_one_after_the_other_cold(model, open_llm, reference, prompts):
     config = KvCacheConfig(tokens_per_block=16, max_tokens=1024, enable_block_reuse=False)
     llm = open_llm(model, kv_cache=config)
@@ -74,8 +67,13 @@ def test_a_conversation_that_goes_on_reuses_the_answer_too(model, open_llm, refe
         assert output.reused_device_tokens == known
 
 
-@pytest.mark.parametrize("arch", BY_KIND)
-@pytest.mark.parametrize("tokens_per_block", [2, 64])
+@pytest.mark.parametrize(
+    ("arch", "tokens_per_block"),
+    [
+        *[("llama", 64), ("gemma3", 2), ("deepseek_v3", 2)],
+        *slow(*product(ARCHITECTURES, (2, 64))),
+    ],
+)
 def test_small_and_large_blocks(model, tokens_per_block, open_llm, reference, prompts):
     llm = open_llm(model, tokens_per_block=tokens_per_block, max_num_tokens=40)
     for _ in range(2):
@@ -97,17 +95,15 @@ def test_from_several_threads(model_of, open_llm, reference, prompts):
     assert answers == [reference(model_of("llama"), prompts, 20)] * 4
 
 
-@pytest.mark.parametrize(
-    "arch", [*MORE, *(pytest.param(arch, marks=pytest.mark.slow) for arch in LESS_OFTEN)]
-)
+@pytest.mark.parametrize("arch", [*MORE, *slow(*LESS_OFTEN)])
 def test_other_architectures(arch, model_of, open_llm, reference, prompts):
     llm = open_llm(model_of(arch), max_num_tokens=48)
     for _ in range(2):
         assert tokens(llm.generate(prompts, GREEDY)) == reference(model_of(arch), prompts, 20)
 
 
-@pytest.mark.parametrize("arch", BY_KIND)
-def test_after_a_restart(arch, model, open_llm, reference, prompts, tmp_path):
+@pytest.mark.parametrize("arch", ["llama", *slow(*ARCHITECTURES[1:])])
+def test_after_a_restart(model, open_llm, reference, prompts, tmp_path):
     connector = f"disk://{tmp_path}/kv?capacity=32MiB"
     with open_llm(model, connector=connector) as llm:
         llm.generate(prompts, GREEDY)

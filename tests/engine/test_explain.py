@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from late_store import LateStore
-from observed import hold_forwards, preempt
+from observed import check_rest, hold_forwards, patient, preempt, slow, words
 
 from kvconnect import LLM, KvCacheConnectorConfig, RequestOutput, SamplingParams
 from kvconnect.connector.io.open_store import store_ttl_s
@@ -22,10 +23,7 @@ from kvconnect.trace import metrics
 T = 16
 ONE = SamplingParams(max_tokens=1)
 Open = Callable[..., LLM]
-
-
-def words(length: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng(seed).integers(0, 256, length).tolist()
+Span = tuple[int, int, str, str]
 
 
 PROMPT = words(70)
@@ -43,33 +41,19 @@ def outcomes(output: RequestOutput) -> dict[str, int]:
     return {str(outcome): count for outcome, count in tokens.items()}
 
 
-def spans(output: RequestOutput) -> list[tuple[int, int, str, str]]:
+def spans(output: RequestOutput) -> list[Span]:
     found = output.explain().spans
     return [(one.start, one.end, str(one.outcome), one.detail) for one in found]
-
-
-def stored(store: object, **more: object) -> KvCacheConnectorConfig:
-    settings = {"lookup_timeout_ms": 60_000, "overlap_loads": False} | more
-    return KvCacheConnectorConfig(backend=store, **settings)
-
-
-def drop_device(llm: LLM) -> None:
-    """Empties the device's cache, as soon as no block is being saved."""
-    until = time.monotonic() + 60
-    while not llm.reset_prefix_cache():
-        assert time.monotonic() < until
 
 
 # ---------------------------------------------------------------------- the device's cache alone
 
 
-def test_never_seen(llm: LLM):
+def test_never_seen_then_there_then_scored(llm: LLM):
+    scored = SamplingParams(max_tokens=1, prompt_logprobs=1)
     assert outcomes(ask(llm, PROMPT)) == {"new": 69, "last": 1}
-
-
-def test_all_of_it_is_there(llm: LLM):
-    ask(llm, PROMPT)
     assert outcomes(ask(llm, PROMPT)) == {"reused": 69, "last": 1}
+    assert outcomes(ask(llm, PROMPT, scored)) == {"logprobs": 69, "last": 1}
 
 
 def test_a_token_of_the_system_prompt_was_changed(llm: LLM):
@@ -136,23 +120,10 @@ def test_parts_of_blocks_are_lost_where_the_cache_does_not_divide_them(open_llm:
     assert outcomes(output) == {"reused": 32, "tail": 5, "diverged": 32, "last": 1}
 
 
-def test_log_probabilities_of_the_prompt(llm: LLM):
-    ask(llm, PROMPT)
-    output = ask(llm, PROMPT, SamplingParams(max_tokens=1, prompt_logprobs=1))
-    assert outcomes(output) == {"logprobs": 69, "last": 1}
-
-
 def test_a_preempted_prompt_counts_once(open_llm: Open, llama: Path):
     llm = open_llm(llama, max_num_tokens=16)
-    once: set[int] = set()
-
-    def halfway(request) -> bool:
-        first = request.request_id not in once and request.num_computed_tokens >= 32
-        once.update({request.request_id} if first else ())
-        return first
-
-    assert preempt(llm, halfway) == []
-    output = ask(llm, PROMPT, SamplingParams(max_tokens=9))
+    preempt(llm, lambda request: request.num_computed_tokens >= 32, once=True)
+    output = ask(llm, PROMPT)
     assert output.preemptions == 1
     assert outcomes(output) == {"new": 69, "last": 1}
 
@@ -188,71 +159,87 @@ def store() -> LateStore:
     return LateStore()
 
 
+@pytest.fixture
+def open_stored(open_llm: Open, llama: Path, store: LateStore) -> Open:
+    return lambda **more: open_llm(llama, connector=patient(store, **more))
+
+
+@pytest.fixture
+def stored(open_stored: Open) -> LLM:
+    """Has PROMPT in its store, and not on the device."""
+    llm = open_stored()
+    refill(llm, PROMPT)
+    return llm
+
+
 def refill(llm: LLM, prompt: list[int], **more: object) -> None:
     """Has `prompt` in the store, and not on the device."""
     ask(llm, prompt, **more)
     llm._engine._connector._worker._queue.flush(60)
-    drop_device(llm)
+    check_rest(llm)
 
 
-def test_loaded(open_llm: Open, llama: Path, store: LateStore):
-    llm = open_llm(llama, connector=stored(store))
+def empty(store: LateStore) -> None:
+    store.frames.clear()
+    store.after.clear()
+
+
+def guard(llm: LLM) -> Any:
+    return llm._engine._connector._scheduler._finding.store.backend
+
+
+@contextmanager
+def away(llm: LLM) -> Iterator[None]:
+    """The store has failed before, and is not asked."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(guard(llm)), "available", property(lambda _: False))
+        yield
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, [(0, 69, "reused", "")]),
+        ({"save_partial_tails": False}, [(0, 64, "reused", ""), (64, 69, "tail", "")]),
+        ({"min_priority": 50}, [(0, 69, "not_saved", "below min_priority")]),
+    ],
+    ids=str,
+)
+def test_what_is_stored(open_stored: Open, settings: dict[str, Any], expected: list[Span]):
+    llm = open_stored(**settings)
     refill(llm, PROMPT)
-    assert outcomes(ask(llm, PROMPT)) == {"reused": 69, "last": 1}
+    assert spans(ask(llm, PROMPT)) == [*expected, (69, 70, "last", "")]
 
 
-def test_a_tail_that_the_store_does_not_keep(open_llm: Open, llama: Path, store: LateStore):
-    llm = open_llm(llama, connector=stored(store, save_partial_tails=False))
-    refill(llm, PROMPT)
-    assert outcomes(ask(llm, PROMPT)) == {"reused": 64, "tail": 5, "last": 1}
-
-
-def test_diverged_from_what_is_stored(open_llm: Open, llama: Path, store: LateStore):
-    llm = open_llm(llama, connector=stored(store))
-    refill(llm, PROMPT)
-    output = ask(llm, [*PROMPT[:37], 300 - PROMPT[37] >> 1, *PROMPT[38:]])
+def test_diverged_from_what_is_stored(stored: LLM):
+    output = ask(stored, [*PROMPT[:37], 300 - PROMPT[37] >> 1, *PROMPT[38:]])
     assert outcomes(output) == {"reused": 37, "diverged": 32, "last": 1}
     there = output.explain().divergence
     assert there is not None
     assert (there.position, list(there.cached)) == (37, PROMPT[37:48])
 
 
-def test_evicted_from_the_store(open_llm: Open, llama: Path, store: LateStore):
-    llm = open_llm(llama, connector=stored(store))
-    refill(llm, PROMPT)
-    store.frames.clear()
-    store.after.clear()
-    assert outcomes(ask(llm, PROMPT)) == {"evicted": 64, "tail": 5, "last": 1}
+def test_evicted_from_the_store(stored: LLM, store: LateStore):
+    empty(store)
+    assert outcomes(ask(stored, PROMPT)) == {"evicted": 64, "tail": 5, "last": 1}
 
 
-def test_expired(open_llm: Open, llama: Path, store: LateStore):
-    llm = open_llm(llama, connector=stored(store))
-    explainer = llm._engine._explainer
-    explainer._ttl_s = 60.0
-    refill(llm, PROMPT)
-    refill(llm, [*OTHER[:32], 1])
-    now = explainer._clock()
-    store.frames.clear()
-    store.after.clear()
-    explainer._clock = lambda: now + 59.0
-    assert spans(ask(llm, [*OTHER[:32], 1]))[0] == (0, 32, "evicted", "")
-    explainer._clock = lambda: now + 61.0
-    assert spans(ask(llm, PROMPT))[0] == (0, 64, "expired", "")
-
-
-@pytest.mark.parametrize(("can", "outcome"), [(True, "expired"), (False, "evicted")])
-def test_expired_by_the_time_that_its_request_asked_for(
-    open_llm: Open, llama: Path, store: LateStore, caplog, can: bool, outcome: str
+@pytest.mark.parametrize(
+    ("can", "asked", "outcome"),
+    [(False, {}, "expired"), (True, {"ttl": 60}, "expired"), (False, {"ttl": 60}, "evicted")],
+)
+def test_expired_by_the_time_of_the_store_or_that_its_request_asked_for(
+    open_stored: Open, store: LateStore, caplog, can: bool, asked: dict[str, int], outcome: str
 ):
     store.capabilities = replace(store.capabilities, expires_each=can)
-    llm = open_llm(llama, connector=stored(store))
+    llm = open_stored()
     explainer = llm._engine._explainer
+    explainer._ttl_s = None if asked else 60.0
     for prompt in (PROMPT, [*OTHER[:32], 1]):
-        refill(llm, prompt, cache={"ttl": 60})
+        refill(llm, prompt, cache=asked or None)
     now = explainer._clock()
-    store.frames.clear()
-    store.after.clear()
-    assert ("cannot expire single blocks" in caplog.text) == (not can)
+    empty(store)
+    assert ("cannot expire single blocks" in caplog.text) == (bool(asked) and not can)
     explainer._clock = lambda: now + 50.0
     assert spans(ask(llm, [*OTHER[:32], 1]))[0] == (0, 32, "evicted", "")
     explainer._clock = lambda: now + 171.0  # blocks may be recorded when the clock shows 50 more
@@ -276,44 +263,34 @@ def test_the_time_of_blocks_is_that_of_the_url(url: str, seconds: float | None):
     assert store_ttl_s(KvCacheConnectorConfig(url=url)) == seconds
 
 
-def test_below_the_priority(open_llm: Open, llama: Path, store: LateStore):
-    llm = open_llm(llama, connector=stored(store, min_priority=50))
-    refill(llm, PROMPT)
-    assert spans(ask(llm, PROMPT))[0] == (0, 69, "not_saved", "below min_priority")
-
-
 @pytest.mark.parametrize("computed_first", [70, 40])
-def test_a_save_that_the_request_refused(
-    open_llm: Open, llama: Path, store: LateStore, computed_first: int
-):
+def test_a_save_that_the_request_refused(open_stored: Open, computed_first: int):
     """Also behind what an earlier one had saved, which is reused."""
-    llm = open_llm(llama, connector=stored(store))
+    llm = open_stored()
     if computed_first < 70:
         refill(llm, PROMPT[:computed_first])
     ask(llm, PROMPT, cache={"save": False})
-    drop_device(llm)
+    check_rest(llm)
     found = spans(ask(llm, PROMPT))
     lost = (0, 69) if computed_first == 70 else (40, 69)
     assert (*lost, "not_saved", "refused by the request") in found
     assert found[0][2] == ("not_saved" if computed_first == 70 else "reused")
 
 
-def test_no_completion_of_the_request_is_saved(open_llm: Open, llama: Path, store: LateStore):
-    llm = open_llm(llama, connector=stored(store))
+def test_no_completion_of_the_request_is_saved(open_stored: Open, store: LateStore):
+    llm = open_stored()
     several = SamplingParams(max_tokens=20, n=3, temperature=1.0, ignore_eos=True)
     ask(llm, PROMPT, several, cache={"save": False})
-    drop_device(llm)
+    check_rest(llm)
     assert not store.frames
     ask(llm, PROMPT, several)
-    drop_device(llm)
+    check_rest(llm)
     assert store.frames
 
 
-def test_a_load_that_the_request_refused(open_llm: Open, llama: Path, store: LateStore):
-    llm = open_llm(llama, connector=stored(store))
-    refill(llm, PROMPT)
-    assert outcomes(ask(llm, PROMPT, cache={"load": False})) == {"not_loaded": 69, "last": 1}
-    assert outcomes(ask(llm, PROMPT, cache={"load": False})) == {"reused": 69, "last": 1}
+def test_a_load_that_the_request_refused(stored: LLM):
+    assert outcomes(ask(stored, PROMPT, cache={"load": False})) == {"not_loaded": 69, "last": 1}
+    assert outcomes(ask(stored, PROMPT, cache={"load": False})) == {"reused": 69, "last": 1}
 
 
 class Refusing(OffloadScheduler):
@@ -328,9 +305,8 @@ class Refusing(OffloadScheduler):
         return block.number < 1
 
 
-def test_what_hooks_refuse(open_llm: Open, llama: Path, store: LateStore):
-    classes = {"connector_module": __name__, "connector_scheduler_class": "Refusing"}
-    llm = open_llm(llama, connector=stored(store, **classes))
+def test_what_hooks_refuse(open_stored: Open):
+    llm = open_stored(connector_module=__name__, connector_scheduler_class="Refusing")
     refill(llm, PROMPT)
     told = spans(ask(llm, PROMPT))
     assert told[:2] == [(0, T, "reused", ""), (T, 69, "not_saved", "refused by a hook")]
@@ -342,91 +318,69 @@ def test_what_hooks_refuse(open_llm: Open, llama: Path, store: LateStore):
     assert told == {"not_loaded": 69, "last": 1}
 
 
-def test_a_save_that_failed(open_llm: Open, llama: Path, store: LateStore, monkeypatch):
+def test_a_save_that_failed(open_stored: Open, store: LateStore, monkeypatch):
     async def full(_blocks: object) -> int:
         return 0
 
-    llm = open_llm(llama, connector=stored(store))
+    llm = open_stored()
     monkeypatch.setattr(store, "save", full)
     refill(llm, PROMPT)
     ask(llm, OTHER[:20])  # a step in which the worker reports it
     assert spans(ask(llm, PROMPT))[0] == (0, 69, "not_saved", "save failed")
 
 
-def test_a_save_without_room(open_llm: Open, llama: Path, store: LateStore, monkeypatch):
-    llm = open_llm(llama, connector=stored(store, save_timeout_s=0.1))
+def test_a_save_without_room(open_stored: Open, monkeypatch):
+    llm = open_stored(save_timeout_s=0.1)
     with monkeypatch.context() as patch:
         patch.setattr(SaveQueue, "stage", lambda *_, **__: 0)
         ask(llm, PROMPT)
-        drop_device(llm)
+        check_rest(llm)
     assert spans(ask(llm, PROMPT))[0] == (0, 69, "not_saved", "backlog")
 
 
-def test_a_store_that_is_away_while_blocks_are_saved(open_llm: Open, llama: Path, store: LateStore):
-    llm = open_llm(llama, connector=stored(store))
-    kind = type(llm._engine._connector._scheduler._finding.store.backend)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kind, "available", property(lambda _: False))
+def test_a_store_that_is_away(open_stored: Open):
+    """While blocks are saved, and while they are looked up."""
+    llm = open_stored()
+    with away(llm):
         ask(llm, PROMPT)
-    drop_device(llm)
+    check_rest(llm)
     assert spans(ask(llm, PROMPT))[0] == (0, 69, "not_saved", "store unavailable")
+    refill(llm, OTHER)
+    with away(llm):
+        assert outcomes(ask(llm, OTHER)) == {"failed": 159, "last": 1}
 
 
-def test_late_lookup(open_llm: Open, llama: Path, store: LateStore, monkeypatch):
-    llm = open_llm(llama, connector=stored(store))
-    refill(llm, PROMPT)
-    budget = type(llm._engine._connector._scheduler._finding.budget)
-    monkeypatch.setattr(budget, "wait", lambda *_: None)
-    finding = llm._engine._connector._scheduler._finding
+def test_late_lookup(stored: LLM, monkeypatch):
+    finding = stored._engine._connector._scheduler._finding
+    monkeypatch.setattr(type(finding.budget), "wait", lambda *_: None)
     monkeypatch.setattr(finding, "hit", lambda _request: None)
-    assert outcomes(ask(llm, PROMPT)) == {"late": 69, "last": 1}
+    assert outcomes(ask(stored, PROMPT)) == {"late": 69, "last": 1}
 
 
-@pytest.mark.parametrize(("fault", "outcome"), [("failing", "failed"), ("broken", "damaged")])
-def test_a_load_that_brings_nothing(
-    open_llm: Open, llama: Path, store: LateStore, fault: str, outcome: str
-):
-    llm = open_llm(llama, connector=stored(store))
-    refill(llm, PROMPT)
+@pytest.mark.parametrize(
+    ("fault", "outcome"), [("failing", "failed"), ("broken", "damaged"), ("lost", "evicted")]
+)
+def test_a_load_that_brings_nothing(stored: LLM, store: LateStore, fault: str, outcome: str):
     getattr(store, fault).update(store.frames)
-    found = outcomes(ask(llm, PROMPT))
+    found = outcomes(ask(stored, PROMPT))
     assert found.pop("last") == 1
     assert found.pop(outcome) >= 64
     assert set(found) <= {"new", "tail"}
 
 
-def test_a_block_that_goes_between_lookup_and_load(open_llm: Open, llama: Path, store: LateStore):
-    llm = open_llm(llama, connector=stored(store))
-    refill(llm, PROMPT)
-    store.lost.update(store.frames)
-    assert outcomes(ask(llm, PROMPT))["evicted"] >= 64
+def test_a_load_that_is_slower(stored: LLM, monkeypatch):
+    monkeypatch.setattr(stored._engine._connector._loads, "is_worth", lambda *_: False)
+    assert outcomes(ask(stored, PROMPT)) == {"slower": 69, "last": 1}
 
 
-def test_a_store_that_failed_before_is_not_asked(open_llm: Open, llama: Path, store: LateStore):
-    llm = open_llm(llama, connector=stored(store))
-    refill(llm, PROMPT)
-    backend = llm._engine._connector._scheduler._finding.store.backend
-    kind = type(backend)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kind, "available", property(lambda _: False))
-        assert outcomes(ask(llm, PROMPT)) == {"failed": 69, "last": 1}
-
-
-def test_a_load_that_is_slower(open_llm: Open, llama: Path, store: LateStore, monkeypatch):
-    llm = open_llm(llama, connector=stored(store))
-    refill(llm, PROMPT)
-    monkeypatch.setattr(llm._engine._connector._loads, "is_worth", lambda *_: False)
-    assert outcomes(ask(llm, PROMPT)) == {"slower": 69, "last": 1}
-
-
-def test_tokens_computed_beside_a_load(open_llm: Open, llama: Path, store: LateStore, monkeypatch):
+def test_tokens_computed_beside_a_load(open_stored: Open, store: LateStore, monkeypatch):
     monkeypatch.setattr(BesideLoads, "is_worth", lambda *_: True)
     monkeypatch.setattr(
         BesideLoads,
         "chunk",
         lambda _, request, *__, **___: T if request.num_computed_tokens < 2 * T else 0,
     )
-    llm = open_llm(llama, connector=stored(store, overlap_loads=True))
+    llm = open_stored(overlap_loads=True)
     refill(llm, PROMPT)
     store.held.update(store.frames)
     handle = llm.submit(PROMPT, ONE)
@@ -473,19 +427,11 @@ def test_generated_blocks_count_for_the_ceiling(llm: LLM):
     assert found == pytest.approx(99, abs=1)
 
 
-def test_sums_are_exact_over_a_random_run(open_llm: Open, llama: Path):
-    check_random_run(open_llm, llama, 60)
-
-
-@pytest.mark.slow
-def test_sums_are_exact_over_a_long_random_run(open_llm: Open, llama: Path):
-    check_random_run(open_llm, llama, 10_000)
-
-
-def check_random_run(open_llm: Open, model: Path, count: int) -> None:
+@pytest.mark.parametrize("count", [60, *slow(10_000)])
+def test_sums_are_exact_over_a_random_run(count: int, open_llm: Open, llama: Path):
     """Prompts that share prefixes, in small caches, preempted and aborted now and then."""
     llm = open_llm(
-        model,
+        llama,
         max_tokens=16 * T,
         connector="memory:?capacity=1MiB",
         max_num_tokens=32,

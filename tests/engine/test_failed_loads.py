@@ -7,7 +7,7 @@ import threading
 import pytest
 import rank_connectors
 import torch
-from observed import check_idle, tokens
+from observed import check_idle, slow, tokens
 
 from kvconnect import KvCacheConnectorConfig, SamplingParams
 from kvconnect.connector.data import Direction, TransferFailure
@@ -146,10 +146,7 @@ def answers(llm, prompts):
     [
         # Every two of the three meet in the first half.
         *[(False, 0, True), (False, 2, False), (True, 0, False), (True, 2, True)],
-        *(
-            pytest.param(*one, marks=pytest.mark.slow)
-            for one in [(False, 0, False), (False, 2, True), (True, 0, True), (True, 2, False)]
-        ),
+        *slow((False, 0, False), (False, 2, True), (True, 0, True), (True, 2, False)),
     ],
 )
 def test_the_rest_is_computed(is_async, good_blocks, writes_ended, plan, llm, prompts, expected):

@@ -7,10 +7,9 @@ import pytest
 import torch
 from families import FirstOfEquals, write_tiny
 from frame_store import FrameStore
-from observed import check_idle, preempt, tokens
-from parrot import EAGER, Parrot, draft_with
+from observed import patient, slow, tokens
 
-from kvconnect import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
+from kvconnect import LLM, KvCacheConfig, SamplingParams
 from kvconnect.engine.model import chosen_tokens, index_parts, indexers
 from kvconnect.engine.model.model import check_sharing
 from kvconnect.engine.model.pages import LayerPages
@@ -25,7 +24,7 @@ GREEDY = SamplingParams(max_tokens=12)
 # Latents; sinks, and layers that share an index; keys of several tokens, and recurrent layers.
 FAMILIES = ["deepseek_v32", "hy_v4", "qwen4_exp_text"]
 LESS_OFTEN = ["axk2", "dots3_note_text", "glm_moe_dsa"]
-ALL = [*FAMILIES, *(pytest.param(one, marks=pytest.mark.slow) for one in LESS_OFTEN)]
+ALL = [*FAMILIES, *slow(*LESS_OFTEN)]
 
 
 @pytest.fixture
@@ -39,40 +38,11 @@ def sparse(tiny):
     return write
 
 
-@pytest.mark.parametrize("family", ALL)
-def test_cold_reused_drafted_and_preempted(family, sparse, open_llm, reference, prompts):
-    model = sparse(family)
-    expected = reference(model, prompts, 12)
-    llm = open_llm(model, max_num_tokens=25, speculative=EAGER)
-    draft_with(llm, Parrot([p + a for p, a in zip(prompts, expected, strict=True)], 3))
-    for _ in range(2):
-        outputs = llm.generate(prompts, GREEDY)
-        assert tokens(outputs) == expected
-    if not any(one.states for one in llm.layouts):
-        assert {one.computed_tokens for one in outputs} == {1}
-    assert llm.stats().accepted_tokens > 0
-    sent = preempt(llm, lambda request: request.num_generated_tokens in {3, 8})
-    assert tokens(llm.generate(prompts, GREEDY)) == expected
-    assert sent
-    check_idle(llm)
-
-
-@pytest.mark.parametrize("family", ALL)
-def test_restored_after_a_restart(family, sparse, open_llm, reference, prompts, tmp_path):
-    store, model = f"disk://{tmp_path}/kv?capacity=32MiB", sparse(family)
-    with open_llm(model, connector=store) as llm:
-        llm.generate(prompts, GREEDY)
-    outputs = open_llm(model, connector=store, max_num_tokens=40).generate(prompts, GREEDY)
-    assert tokens(outputs) == reference(model, prompts, 12)
-    assert sum(one.reused_store_tokens for one in outputs) > 150
-
-
 @pytest.mark.parametrize(
     ("family", "borders"),
     [
         ("deepseek_v32", range(13, 62, 12)),
-        *(pytest.param(one, range(1, 60, 7), marks=pytest.mark.slow) for one in FAMILIES),
-        *(pytest.param(one, range(1, 60, 7), marks=pytest.mark.slow) for one in LESS_OFTEN),
+        *slow(*((one, range(1, 60, 7)) for one in (*FAMILIES, *LESS_OFTEN))),
     ],
 )
 def test_chunks_of_any_length(family, borders, sparse, open_llm, reference, prompts, monkeypatch):
@@ -192,10 +162,10 @@ def test_other_index_keys_change_the_answers(family, sparse, open_llm, prompts):
 
 
 @pytest.mark.parametrize("group", [0, 1])
-def test_a_prefix_counts_only_with_the_index(group, sparse, open_llm, reference, prompts, tmp_path):
+def test_a_prefix_counts_only_with_the_index(group, sparse, open_llm, reference, prompts):
     """Frames of the index, or of the latents, are gone behind the second block."""
     model, store = sparse("deepseek_v32"), FrameStore()
-    connector = KvCacheConnectorConfig(backend=store, overlap_loads=False)
+    connector = patient(store)
     with open_llm(model, connector=connector) as llm:
         llm.generate([prompts[4]], GREEDY)
     of_group = [key for key in store.frames if store.groups[key] == group]

@@ -11,7 +11,7 @@ import shutil
 import pytest
 import torch
 from families import computed_in, write_tiny
-from observed import check_idle, preempt, tokens
+from observed import check_idle, preempt, slow, tokens
 from parrot import EAGER, Parrot, draft_with
 from transformers import AutoModelForCausalLM
 
@@ -27,7 +27,7 @@ GREEDY = SamplingParams(max_tokens=12, logprobs=0)
 # beside convolutions.
 FAMILIES = ["big_bird", "inkling_text", "openai-gpt", "phimoe", "recurrent_gemma", "rwkv"]
 LESS_OFTEN = ["inkling2_text", "trocr", "whisper", "xglm", "xlstm"]
-ALL = [*FAMILIES, *(pytest.param(one, marks=pytest.mark.slow) for one in LESS_OFTEN)]
+ALL = [*FAMILIES, *slow(*LESS_OFTEN)]
 RECURRENT = {"inkling_text", "inkling2_text", "recurrent_gemma", "rwkv", "xlstm"}
 
 
@@ -84,10 +84,9 @@ def test_cold_chunked_reused_drafted_and_preempted(family, tiny, open_llm, refer
     check_idle(llm)
 
 
-@pytest.mark.parametrize("family", ["inkling_text", "rwkv", *(
-    pytest.param(one, marks=pytest.mark.slow)
-    for one in (*FAMILIES, *LESS_OFTEN) if one not in {"inkling_text", "rwkv"}
-)])  # fmt: skip
+@pytest.mark.parametrize(
+    "family", ["inkling_text", "rwkv", *slow(*FAMILIES[:1], *FAMILIES[2:5], *LESS_OFTEN)]
+)
 def test_with_a_store_and_a_restart(family, tiny, open_llm, reference, several, tmp_path):
     expected = reference(tiny(family), several, 12)
     for _ in range(2):

@@ -8,17 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from free_ports import free_ports
+from observed import patient, tokens
 
-from kvconnect import LLM, KvCacheConnectorConfig, SamplingParams
+from kvconnect import LLM, SamplingParams
 
 ANSWER = SamplingParams(max_tokens=10)
 PREFILL = SamplingParams(max_tokens=0)
-ARCHITECTURES = {
-    "llama": "grouped queries",
-    "gpt_neox": "a KV head for each query head",
-    "deepseek_v3": "latent attention",
-    "gemma3": "a sliding window",
-}
+# Grouped queries, a KV head for each query head, latent attention, a sliding window.
+ARCHITECTURES = ["llama", "gpt_neox", "deepseek_v3", "gemma3"]
 
 
 class Engines:
@@ -35,12 +32,8 @@ class Engines:
         self._seeds = iter(range(100))
 
     def open(self, ranks: int, *, stored: bool = True, **more: object) -> LLM:
-        connector = KvCacheConnectorConfig(
-            url=self._store if stored else None,
-            lookup_timeout_ms=60_000,
-            overlap_loads=False,
-            transfer={"role": "both", "listen": f"127.0.0.1:{free_ports(ranks)}"},
-        )
+        transfer = {"role": "both", "listen": f"127.0.0.1:{free_ports(ranks)}"}
+        connector = patient(self._store if stored else None, transfer=transfer)
         return self._open_llm(
             self._model,
             connector=connector,
@@ -63,9 +56,7 @@ class Engines:
             for prompt, one in zip(prompts, carried, strict=True)
         ]
         outputs = [handle.result(60) for handle in handles]
-        assert [list(one.output_token_ids) for one in outputs] == self._reference(
-            self._model, prompts, ANSWER.max_tokens
-        )
+        assert tokens(outputs) == self._reference(self._model, prompts, ANSWER.max_tokens)
         return [one.reused_store_tokens for one in outputs]
 
     def restart(self, old: LLM, new: Callable[[], LLM]) -> LLM:

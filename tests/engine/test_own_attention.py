@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from families import computed_in
-from observed import check_idle, preempt, tokens
-from parrot import EAGER, Parrot, draft_with
+from observed import slow, tokens
 
 from kvconnect import LLM, KvCacheConfig, SamplingParams
 from kvconnect.engine.model.group_step import GroupStep
@@ -16,29 +15,9 @@ from kvconnect.errors import ConfigurationError, UnsupportedModel
 GREEDY = SamplingParams(max_tokens=12)
 # Scores by the model's own code; chunks that a token does not see beyond, as masks.
 FAMILIES = ["falcon", "llama4_text"]
-LESS_OFTEN = ["bloom", "codegen", "diffllama", "doge", "gpt_neo", "gptj", "hrm_text", "mbart"]
 TOGETHER = sorted(OWN_ATTENTION - {*FAMILIES, "inkling_text", "inkling2_text"})
-ALL_TOGETHER = [*FAMILIES, *(pytest.param(one, marks=pytest.mark.slow) for one in TOGETHER)]
-PADDED_LESS_OFTEN = [
-    pytest.param(one, marks=pytest.mark.slow) for one in sorted(PADDED - {"bloom", "falcon"})
-]
-ALL = [*FAMILIES, *(pytest.param(one, marks=pytest.mark.slow) for one in LESS_OFTEN)]
-
-
-@pytest.mark.parametrize("family", ALL)
-def test_cold_reused_drafted_and_preempted(family, tiny, open_llm, reference, prompts):
-    expected = reference(tiny(family), prompts, 12)
-    llm = open_llm(tiny(family), max_num_tokens=25, speculative=EAGER)
-    draft_with(llm, Parrot([p + a for p, a in zip(prompts, expected, strict=True)], 3))
-    for _ in range(2):
-        outputs = llm.generate(prompts, GREEDY)
-        assert tokens(outputs) == expected
-    assert [one.computed_tokens for one in outputs] == [1] * len(prompts)
-    assert llm.stats().accepted_tokens > 0
-    sent = preempt(llm, lambda request: request.num_generated_tokens in {3, 8})
-    assert tokens(llm.generate(prompts, GREEDY)) == expected
-    assert sent
-    check_idle(llm)
+ALL_TOGETHER = [*FAMILIES, *slow(*TOGETHER)]
+PADDED_LESS_OFTEN = slow(*sorted(PADDED - {"bloom", "falcon"}))
 
 
 @pytest.mark.slow
@@ -50,14 +29,6 @@ def test_kinds_of_falcon(more, tiny, open_llm, reference, prompts):
     llm = open_llm(model, max_num_tokens=25)
     for _ in range(2):
         assert tokens(llm.generate(prompts, GREEDY)) == reference(model, prompts, 12)
-
-
-def test_with_a_store_and_a_restart(tiny, open_llm, reference, prompts, tmp_path):
-    for _ in range(2):
-        with open_llm(tiny("falcon"), connector=f"disk://{tmp_path}/kv?capacity=32MiB") as llm:
-            outputs = llm.generate(prompts[:4], GREEDY)
-            assert tokens(outputs) == reference(tiny("falcon"), prompts[:4], 12)
-    assert [one.reused_store_tokens for one in outputs] == [69, 32, 4, 15]
 
 
 def test_other_keys_change_the_answers(tiny, open_llm, reference, prompts, monkeypatch):

@@ -8,12 +8,12 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+from observed import request_of
 from transformers import AutoModelForCausalLM
 
 from kvconnect import SamplingParams
 from kvconnect.engine.sampling.sampler import Sampler
 from kvconnect.errors import ConfigurationError
-from kvconnect.request import LlmRequest
 
 PROMPT = list(b"the same again, the same again, the same")
 LENGTH = 30
@@ -37,14 +37,8 @@ def next_logits(model, generated):
         return model(torch.tensor([PROMPT + generated])).logits[0, -1].float()
 
 
-def request_of(params, prompt, generated=()):
-    request = LlmRequest(
-        0,
-        np.array(prompt, np.int32),
-        chain_root=bytes(32),
-        tokens_per_block=16,
-        sampling_params=params,
-    )
+def having(params, prompt, generated=()):
+    request = request_of(prompt, params)
     request.append_tokens(np.array(generated, np.int32))
     return request
 
@@ -83,23 +77,23 @@ def test_presence_and_frequency_count_what_was_generated(llm, model, presence, f
 def test_a_prompt_counts_for_repetition_only():
     logits = [1.0, 0.9]
     for params in (SamplingParams(presence_penalty=2), SamplingParams(frequency_penalty=2)):
-        assert sample(logits, request_of(params, [0, 0])) == 0
-        assert sample(logits, request_of(params, [1], [0])) == 1
-    assert sample(logits, request_of(SamplingParams(repetition_penalty=2), [0])) == 1
+        assert sample(logits, having(params, [0, 0])) == 0
+        assert sample(logits, having(params, [1], [0])) == 1
+    assert sample(logits, having(SamplingParams(repetition_penalty=2), [0])) == 1
 
 
 def test_a_repetition_penalty_lowers_negative_logits_too():
-    assert sample([-1.0, -1.5], request_of(SamplingParams(repetition_penalty=2), [0])) == 1
+    assert sample([-1.0, -1.5], having(SamplingParams(repetition_penalty=2), [0])) == 1
 
 
 def test_a_repetition_counts_once():
     params = SamplingParams(repetition_penalty=2)
-    assert sample([4.0, 1.5], request_of(params, [0, 0, 0], [0, 0])) == 0
+    assert sample([4.0, 1.5], having(params, [0, 0, 0], [0, 0])) == 0
 
 
 def test_penalties_come_before_the_temperature_and_the_nucleus():
     params = SamplingParams(presence_penalty=2, temperature=0.5, top_k=1, seed=1)
-    assert sample([1.0, 0.0, -9.0], request_of(params, [2], [0])) == 1
+    assert sample([1.0, 0.0, -9.0], having(params, [2], [0])) == 1
 
 
 def test_no_end_before_the_least_length_as_in_transformers(llm, model):
@@ -116,13 +110,13 @@ def test_no_end_before_the_least_length_as_in_transformers(llm, model):
 def test_the_least_length_holds_back_the_models_own_end_also_where_it_is_ignored():
     for ignore in (False, True):
         params = SamplingParams(min_tokens=2, ignore_eos=ignore)
-        assert sample([9.0, 1.0], request_of(params, [1], [1]), eos={0, 77}) == 1
-        assert sample([9.0, 1.0], request_of(params, [1], [1, 1]), eos={0, 77}) == 0
+        assert sample([9.0, 1.0], having(params, [1], [1]), eos={0, 77}) == 1
+        assert sample([9.0, 1.0], having(params, [1], [1, 1]), eos={0, 77}) == 0
 
 
 def test_a_stop_token_outside_the_vocabulary_is_no_error():
     params = SamplingParams(min_tokens=2, stop_token_ids=(-1, 5000))
-    assert sample([0.0, 1.0], request_of(params, [1])) == 1
+    assert sample([0.0, 1.0], having(params, [1])) == 1
 
 
 def test_others_in_the_batch_are_not_changed(llm, prompts):

@@ -23,14 +23,11 @@ def test_while_it_generates(connector, llama, open_llm, reference, prompts):
 
 def test_in_the_middle_of_its_prompt(llama, open_llm, reference, prompts):
     llm = open_llm(llama, max_num_tokens=16)
-    once: set[int] = set()
-
-    def halfway(request) -> bool:
-        first_time = request.request_id not in once and request.num_computed_tokens >= 32
-        once.update({request.request_id} if first_time else ())
-        return first_time and request.state is RequestState.CONTEXT
-
-    sent = preempt(llm, halfway)
+    sent = preempt(
+        llm,
+        lambda one: one.state is RequestState.CONTEXT and one.num_computed_tokens >= 32,
+        once=True,
+    )
     outputs = llm.generate(prompts, GREEDY)
     assert tokens(outputs) == reference(llama, prompts, 30)
     assert sent

@@ -6,12 +6,11 @@ saves, preemption, several ranks, and requests that are aborted.
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import numpy as np
 import pytest
-from observed import check_idle, preempt, tokens
+from observed import check_rest, preempt, tokens
 from parrot import EAGER, Parrot, draft_with
 
 from kvconnect import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
@@ -106,13 +105,6 @@ class Dice:
             return True
 
         preempt(llm, when)
-
-
-def check_rest(llm: LLM) -> None:
-    until = time.monotonic() + 60
-    while not llm.reset_prefix_cache():
-        assert time.monotonic() < until
-    check_idle(llm)
 
 
 @pytest.mark.slow

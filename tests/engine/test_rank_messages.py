@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,37 +21,33 @@ from kvconnect.engine.ranks.settings import RankSettings, check_tensor_parallel_
 from kvconnect.errors import ConfigurationError, RankDivergence
 from kvconnect.layout import KvCacheLayout
 
-TABLES = st.lists(st.integers(-1, 40), max_size=12)
-SEQUENCES = st.builds(
-    lambda start, tokens, wanted, is_prompt, tables: SequenceStep(
-        0,
+
+def step_of(*tables, start=0, tokens=(0,), wanted=1, is_prompt=False) -> SequenceStep:
+    return SequenceStep(
+        1,
         start,
         tokens=np.array(tokens, np.int32),
         num_wanted=wanted,
         is_prompt=is_prompt,
         tables=tuple(np.array(table, np.int64) for table in tables),
-    ),
-    st.integers(0, 2**31),
-    st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=4),
-    st.integers(1, 4),
-    st.booleans(),
-    st.tuples(TABLES, TABLES),
+    )
+
+
+TABLES = st.lists(st.integers(-1, 40), max_size=12)
+SEQUENCES = st.builds(
+    step_of,
+    TABLES,
+    TABLES,
+    start=st.integers(0, 2**31),
+    tokens=st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=4),
+    wanted=st.integers(1, 4),
+    is_prompt=st.booleans(),
 )
 PLANS = st.lists(st.dictionaries(st.integers(0, 4), SEQUENCES, max_size=4), max_size=6)
 
 
 def numbered(plan: dict[int, SequenceStep]) -> list[SequenceStep]:
-    return [
-        SequenceStep(
-            number,
-            one.start,
-            tokens=one.tokens,
-            num_wanted=one.num_wanted,
-            is_prompt=one.is_prompt,
-            tables=one.tables,
-        )
-        for number, one in plan.items()
-    ]
+    return [replace(one, request_id=number) for number, one in plan.items()]
 
 
 def comparable(one: SequenceStep) -> tuple[object, ...]:
@@ -67,35 +64,17 @@ def test_a_follower_gets_the_plans_of_the_leader(plans):
 
 
 def test_a_block_table_is_told_once():
-    def step(blocks):
-        return SequenceStep(
-            1,
-            0,
-            tokens=np.zeros(1, np.int32),
-            num_wanted=1,
-            is_prompt=False,
-            tables=(np.array(blocks, np.int64),),
-        )
-
     writer = PlanWriter()
-    writer.message([step(range(1000))])
-    (message,) = writer.message([step([-1, *range(1, 1001)])])
+    writer.message([step_of(range(1000))])
+    (message,) = writer.message([step_of([-1, *range(1, 1001)])])
     assert (message.places[0].tolist(), message.blocks[0].tolist()) == ([0, 1000], [-1, 1000])
 
 
 def test_a_follower_that_missed_a_message_does_not_guess():
-    sequence = SequenceStep(
-        1,
-        0,
-        tokens=np.zeros(1, np.int32),
-        num_wanted=1,
-        is_prompt=False,
-        tables=(np.array([4, 5], np.int64),),
-    )
     writer = PlanWriter()
-    writer.message([sequence])
+    writer.message([step_of([4, 5])])
     with pytest.raises(RankDivergence, match="request 1: blocks of its table were never sent"):
-        PlanReader().plan(writer.message([sequence]))
+        PlanReader().plan(writer.message([step_of([4, 5])]))
 
 
 def test_all_copies_of_the_leader_are_made_by_its_followers():

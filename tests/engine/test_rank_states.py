@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from observed import check_idle, preempt, tokens
+from frame_store import RESTORED, cache, loaded, random_trees, reused
+from observed import check_rest, patient, preempt, slow, tokens
 from parrot import EAGER, Parrot, draft_with
 
-from kvconnect import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
+from kvconnect import LLM, SamplingParams
 from kvconnect.engine.model import mixer_division
 from kvconnect.engine.model.divided_states import DividedStates
 from kvconnect.engine.model.state_memory import Snapshot, StateMemory, StateRestore
@@ -24,9 +24,7 @@ from kvconnect.engine.ranks.messages import BlockCopy
 from kvconnect.errors import RankDivergence, RankLost, UsageError
 
 GREEDY = SamplingParams(max_tokens=12)
-LESS_OFTEN = ["lfm2", "minimax", "nemotron_h", "jamba", "kimi_linear", "olmo_hybrid"]
-STORED = [64, 32, 0, 0, 96, 0, 80, 48]
-"""What is loaded of prompts of 70, 33, 5, 16, 100, 1, 90 tokens and one that branches off at 50."""
+LESS_OFTEN = ["falcon_h1", "lfm2", "minimax", "nemotron_h", "jamba", "kimi_linear", "olmo_hybrid"]
 
 
 @pytest.fixture
@@ -35,23 +33,10 @@ def open_ranks(tmp_path: Path) -> Iterator[Callable[..., LLM]]:
     opened: list[LLM] = []
 
     def open_one(model: Path, size: int, **more) -> LLM:
-        cache = {"tokens_per_block": 16, "max_tokens": 1024, "state_interval": 32}
-        store = KvCacheConnectorConfig(
-            url=f"disk://{tmp_path}/kv?capacity=64MiB",
-            lookup_timeout_ms=60_000,
-            load_timeout_s=60,
-            staging_bytes=8 << 20,
-            overlap_loads=False,
-        )
+        store = patient(f"disk://{tmp_path}/kv?capacity=64MiB", staging_bytes=8 << 20)
         settings = {"dtype": "float64", "device": "cpu", "max_num_tokens": 25, "connector": store}
-        opened.append(
-            LLM(
-                model,
-                tensor_parallel_size=size,
-                kv_cache=KvCacheConfig(**cache | more.pop("cache", {})),
-                **settings | more,
-            )
-        )
+        config = cache(**more.pop("cache", {}))
+        opened.append(LLM(model, tensor_parallel_size=size, kv_cache=config, **settings | more))
         return opened[-1]
 
     yield open_one
@@ -59,74 +44,42 @@ def open_ranks(tmp_path: Path) -> Iterator[Callable[..., LLM]]:
         llm.close()
 
 
-def loaded(outputs) -> list[int]:
-    return [one.reused_store_tokens for one in outputs]
-
-
-def check_rest(llm: LLM) -> None:
-    """Nothing of a request is held, once the last saves have ended."""
-    until = time.monotonic() + 60
-    while not llm.reset_prefix_cache():
-        assert time.monotonic() < until
-    check_idle(llm)
-
-
-def preempted_twice(llm: LLM) -> list[int]:
-    """Sends every request back at its third and eighth token; the same step comes once."""
-    seen: set[tuple[int, int]] = set()
-
-    def when(request) -> bool:
-        at = (request.request_id, request.num_generated_tokens)
-        first = at not in seen
-        seen.add(at)
-        return first and request.num_generated_tokens in {3, 8}
-
-    return preempt(llm, when)
-
-
 @pytest.mark.parametrize(
     ("family", "size", "restarts"),
     [
         ("qwen3_next", 2, (1,)),
-        ("falcon_h1", 2, (1,)),
-        *(
-            pytest.param(family, size, (size, 1), marks=pytest.mark.slow)
-            for family, size in [("qwen3_next", 4), *((one, 2) for one in LESS_OFTEN)]
-        ),
+        *slow(("qwen3_next", 4, (4, 1)), *((one, 2, (2, 1)) for one in LESS_OFTEN)),
     ],
 )
-def test_cold_preempted_and_restored(family, size, restarts, tiny, open_ranks, reference, prompts):
-    """States are stored once for all ranks, and serve engines of any number of ranks."""
-    asked = [0, 4, 7] if restarts == (1,) else range(8)
-    asked, counts = [prompts[one] for one in asked], [STORED[one] for one in asked]
-    expected = reference(tiny(family), asked, 12)
-    llm = open_ranks(tiny(family), size)
-    outputs = llm.generate(asked, GREEDY)
-    assert (tokens(outputs), loaded(outputs)) == (expected, [0] * len(asked))
-    sent = preempted_twice(llm)
-    outputs = llm.generate(asked, GREEDY)
+def test_cold_drafted_preempted_and_restored(
+    family, size, restarts, tiny, open_ranks, reference, several
+):
+    """States are stored once for all ranks, and serve engines of any number of ranks.
+
+    From rejected drafts each rank goes back: it computes the accepted tokens again when the next
+    step begins.
+    """
+    expected = reference(tiny(family), several, 12)
+    llm = open_ranks(tiny(family), size, speculative=EAGER)
+    draft_with(llm, Parrot([]))
+    outputs = llm.generate(several, GREEDY)
+    assert (tokens(outputs), loaded(outputs)) == (expected, [0] * len(several))
+    draft_with(llm, Parrot([p + a for p, a in zip(several, expected, strict=True)], 3))
+    sent = preempt(llm, lambda request: request.num_generated_tokens in {3, 8}, once=True)
+    outputs = llm.generate(several, GREEDY)
     assert tokens(outputs) == expected
-    assert len(sent) > len(asked)
-    assert sum(one.reused_device_tokens for one in outputs) >= sum(counts)
+    assert sent
+    assert sum(reused(outputs)) >= sum(RESTORED)
+    stats = llm.stats()
+    assert stats.drafted_tokens - 1 > stats.accepted_tokens > 0
     check_rest(llm)
     llm.close()
     for again in restarts:
         llm = open_ranks(tiny(family), again)
-        outputs = llm.generate(asked, GREEDY)
-        assert (tokens(outputs), loaded(outputs)) == (expected, counts)
+        outputs = llm.generate(several, GREEDY)
+        assert (tokens(outputs), loaded(outputs)) == (expected, RESTORED)
         check_rest(llm)
         llm.close()
-
-
-def test_ranks_go_back_from_rejected_drafts(tiny, open_ranks, reference, prompts):
-    """Each rank computes the accepted tokens again when the next step begins."""
-    expected = reference(tiny("qwen3_next"), prompts[:4], 12)
-    llm = open_ranks(tiny("qwen3_next"), 2, speculative=EAGER)
-    draft_with(llm, Parrot([p + a for p, a in zip(prompts, expected, strict=False)], 3))
-    for _ in range(2):
-        assert tokens(llm.generate(prompts[:4], GREEDY)) == expected
-    stats = llm.stats()
-    assert stats.drafted_tokens - 1 > stats.accepted_tokens > 0
 
 
 def test_ranks_that_divide_other_layers_do_not_start(tiny, open_ranks, monkeypatch):
@@ -156,11 +109,11 @@ def test_a_rank_that_is_lost_while_a_snapshot_is_taken_ends_all(
 
 
 @pytest.mark.slow
-def test_two_ranks_load_what_one_has_stored(tiny, open_ranks, reference, prompts):
-    expected = reference(tiny("qwen3_next"), prompts, 12)
-    for size, counts in ((1, [0] * len(prompts)), (2, STORED)):
+def test_two_ranks_load_what_one_has_stored(tiny, open_ranks, reference, several):
+    expected = reference(tiny("qwen3_next"), several, 12)
+    for size, counts in ((1, [0] * len(several)), (2, RESTORED)):
         llm = open_ranks(tiny("qwen3_next"), size)
-        outputs = llm.generate(prompts, GREEDY)
+        outputs = llm.generate(several, GREEDY)
         assert (tokens(outputs), loaded(outputs)) == (expected, counts)
         llm.close()
 
@@ -169,26 +122,10 @@ def test_two_ranks_load_what_one_has_stored(tiny, open_ranks, reference, prompts
 @pytest.mark.parametrize("more", [{}, {"host_cache_size": 400_000}])
 def test_random_trees_in_a_small_cache(more, tiny, open_ranks, open_llm):
     """Blocks move to the host and between pools, while states are restored and taken."""
-    rng = np.random.default_rng(5)
-    cache = {"max_tokens": 256, "tokens_per_block": 4, "state_interval": 16} | more
-    llm = open_ranks(tiny("qwen3_next"), 2, cache=cache, max_num_tokens=24)
-    fresh = open_llm(
-        tiny("qwen3_next"), kv_cache=KvCacheConfig(max_tokens=1024, enable_block_reuse=False)
-    )
-    known: list[list[int]] = [[]]
-    for _ in range(30):
-        batch = []
-        for _ in range(4):
-            stem = known[rng.integers(len(known))]
-            stem = stem[: rng.integers(len(stem) + 1)]
-            more_tokens = rng.integers(0, 3, rng.integers(1, 20)).tolist()
-            batch.append([*stem, *more_tokens][-60:])
-        params = SamplingParams(max_tokens=int(rng.integers(1, 9)), ignore_eos=True)
-        outputs = llm.generate(batch, params)
-        assert tokens(outputs) == tokens(fresh.generate(batch, params))
-        known += [[*one, *out.output_token_ids] for one, out in zip(batch, outputs, strict=True)]
-        if rng.integers(3) == 0:
-            llm.reset_prefix_cache()
+    config = {"max_tokens": 256, "tokens_per_block": 4, "state_interval": 16} | more
+    llm = open_ranks(tiny("qwen3_next"), 2, cache=config, max_num_tokens=24)
+    fresh = open_llm(tiny("qwen3_next"), kv_cache=cache(enable_block_reuse=False))
+    random_trees(llm, fresh, np.random.default_rng(5), 120, LLM.reset_prefix_cache)
     stats = llm.stats()
     assert stats.reused_device_tokens > 100
     assert stats.reused_store_tokens > 100

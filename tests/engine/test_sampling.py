@@ -4,25 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 
-import numpy as np
 import pytest
 import torch
+from observed import request_of
 
 from kvconnect import SamplingParams
 from kvconnect.engine.sampling.sampler import Sampler
-from kvconnect.request import LlmRequest
 
 LOGITS = torch.tensor([[0.0, 3.0, 1.0, 2.0, -9.0]])
 
 
 def draw(params: SamplingParams, count: int = 1, logits: torch.Tensor = LOGITS) -> list[int]:
-    request = LlmRequest(
-        0,
-        np.array([1], np.int32),
-        chain_root=bytes(32),
-        tokens_per_block=16,
-        sampling_params=params,
-    )
+    request = request_of([1], params)
     sampler = Sampler()
     return [sampler.sample(logits, [request])[0] for _ in range(count)]
 

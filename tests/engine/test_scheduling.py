@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from observed import tokens, watch_batches
+from observed import request_of, tokens, watch_batches
 
 from kvconnect import SamplingParams
 from kvconnect.cache.resource_manager import BaseKVCacheManager
 from kvconnect.engine.request.live_request import LiveRequest
 from kvconnect.engine.scheduler import Scheduler
 from kvconnect.errors import ConfigurationError
-from kvconnect.request import LlmRequest
 
 SHORT = SamplingParams(max_tokens=20)
 
@@ -64,17 +63,9 @@ def test_prompts_that_are_not_to_be_divided_are_computed_in_one_step(
         llm.generate([1] * 51, SHORT)
 
 
-def request_of(number, length):
-    tokens = np.full(length, number, np.int32)
-    params = SamplingParams(max_tokens=3)
-    return LlmRequest(
-        number, tokens, chain_root=bytes(32), tokens_per_block=4, sampling_params=params
-    )
-
-
 def test_prompts_whose_loads_failed_are_not_divided_either():
     scheduler = Scheduler(NoLimits(), max_num_tokens=10, max_batch_size=8, divide_prompts=False)
-    requests = [request_of(number, 8) for number in range(4)]
+    requests = [request_of([number] * 8, number=number, tokens_per_block=4) for number in range(4)]
     for request in requests[:3]:
         scheduler.loading[request.request_id] = request
         scheduler.resume(request)
@@ -85,7 +76,7 @@ def test_prompts_whose_loads_failed_are_not_divided_either():
     assert [one.num_scheduled_tokens for one in batch.context_requests] == [8, 2]
     assert list(scheduler.waiting) == [requests[3]]  # it must not pass the one that waits
     # What is longer than a whole step is divided: otherwise it would wait for ever.
-    longer = request_of(9, 30)
+    longer = request_of([9] * 30, number=9, tokens_per_block=4)
     scheduler.running[:] = [longer]
     assert scheduler.schedule().context_requests == [longer]
     assert longer.num_scheduled_tokens == 10
@@ -159,8 +150,7 @@ def test_long_prompts_that_resume_together_all_get_tokens():
     """As many as were loading when their store failed."""
     scheduler = Scheduler(NoLimits(), max_num_tokens=8, max_batch_size=4)
     for request_id in range(4):
-        tokens = np.full(20, request_id, np.int32)
-        request = LlmRequest(request_id, tokens, chain_root=bytes(32), tokens_per_block=16)
+        request = request_of([request_id] * 20, number=request_id)
         scheduler.loading[request_id] = request
         scheduler.resume(request)
     batch = scheduler.schedule()

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from families import write_tiny
+from observed import slow
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -27,25 +28,12 @@ from kvconnect.errors import UnsupportedModel
 LESS_OFTEN = ["qwen2", "qwen3", "mistral", "phi", "gemma", "olmo"]
 ARCHITECTURES = [
     *("llama", "gemma3", "mixtral", "gpt_neox", "deepseek_v3"),
-    *(pytest.param(arch, marks=pytest.mark.slow) for arch in LESS_OFTEN),
+    *slow(*LESS_OFTEN),
 ]
 RECURRENT = [
     *("qwen3_next", "falcon_h1", "lfm2", "nemotron_h"),
-    *(
-        pytest.param(family, marks=pytest.mark.slow)
-        for family in (
-            *(
-                "bailing_hybrid",
-                "bamba",
-                "granitemoehybrid",
-                "jamba",
-                "kimi_linear",
-                "lfm2_moe",
-                "lfm3",
-            ),
-            *("minimax", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text"),
-        )
-    ),
+    *slow("bailing_hybrid", "bamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2_moe"),
+    *slow("lfm3", "minimax", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text"),
 ]
 
 WHOLE = {"bamba", "granitemoehybrid", "jamba", "minimax", "nemotron_h"}
@@ -148,17 +136,14 @@ def test_ranks_divide_recurrent_layers_where_the_mixer_allows_it(family, tiny):
         ("nemotron_h", {"n_groups": 2}, 2, True),
         ("falcon_h1", {"mamba_rms_norm": True}, 2, False),
         ("falcon_h1", {"mamba_proj_bias": True, "projectors_bias": True}, 2, True),
-        *(
-            pytest.param(*one, marks=pytest.mark.slow)
-            for one in [
-                ("nemotron_h", {"n_groups": 2}, 4, False),
-                ("nemotron_h", {"n_groups": 4}, 4, True),
-                ("bamba", {"mamba_n_groups": 2}, 2, True),
-                ("granitemoehybrid", {"mamba_n_groups": 2}, 2, True),
-                ("falcon_h1", {"mamba_rms_norm": True, "mamba_n_groups": 2}, 2, True),
-                ("falcon_h1", {"mamba_n_groups": 2}, 4, True),
-                ("qwen3_next", {"linear_num_key_heads": 4}, 2, True),
-            ]
+        *slow(
+            ("nemotron_h", {"n_groups": 2}, 4, False),
+            ("nemotron_h", {"n_groups": 4}, 4, True),
+            ("bamba", {"mamba_n_groups": 2}, 2, True),
+            ("granitemoehybrid", {"mamba_n_groups": 2}, 2, True),
+            ("falcon_h1", {"mamba_rms_norm": True, "mamba_n_groups": 2}, 2, True),
+            ("falcon_h1", {"mamba_n_groups": 2}, 4, True),
+            ("qwen3_next", {"linear_num_key_heads": 4}, 2, True),
         ),
     ],
 )

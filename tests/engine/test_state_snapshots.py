@@ -4,42 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from frame_store import branches
-from observed import check_idle, preempt, tokens, watch_batches
+from frame_store import cache, random_trees, reused
+from observed import check_idle, slow, tokens, watch_batches
 
-from kvconnect import KvCacheConfig, SamplingParams
+from kvconnect import SamplingParams
 from kvconnect.engine.model.states import StateSlots
 
 GREEDY = SamplingParams(max_tokens=12)
-FAMILIES = ["qwen3_next", "falcon_h1", "mamba2"]
-ALL = [*FAMILIES, *(pytest.param(one, marks=pytest.mark.slow) for one in ("zaya", "kimi_linear"))]
-
-
-def cache(**more) -> KvCacheConfig:
-    given = {"tokens_per_block": 16, "max_tokens": 1024, "state_interval": 32} | more
-    return KvCacheConfig(**given)
-
-
-def reused(outputs) -> list[int]:
-    return [one.reused_device_tokens for one in outputs]
-
 
 # ---------------------------------------------------------------- cold = restored
-
-
-@pytest.mark.parametrize("family", ALL)
-def test_restored_branched_and_preempted(family, tiny, open_llm, reference, prompts):
-    expected = reference(tiny(family), prompts, 12)
-    llm = open_llm(tiny(family), kv_cache=cache(), max_num_tokens=25)
-    for _ in range(2):
-        outputs = llm.generate(prompts, GREEDY)
-        assert tokens(outputs) == expected
-    # Of prompts of 70, 33, 5, 16, 100, 1, 90 tokens and one that branches off at 50.
-    assert reused(outputs) == [64, 32, 0, 0, 96, 0, 80, 48]
-    sent = preempt(llm, lambda request: request.num_generated_tokens in {3, 8})
-    assert tokens(llm.generate(prompts, GREEDY)) == expected
-    assert sent
-    check_idle(llm)
 
 
 def test_the_next_turn_starts_from_the_answer(tiny, open_llm, reference, prompts):
@@ -158,21 +131,12 @@ def test_snapshots_go_to_the_host_tier_and_back(tiny, open_llm, reference, promp
 # ---------------------------------------------------------------- random trees
 
 
-@pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [60, *slow(1000)])
 def test_random_trees_of_prompts(count, tiny, open_llm):
     """A small cache, whose snapshots are reclaimed, against an engine that computes all anew."""
-    rng = np.random.default_rng(count)
     config = cache(max_tokens=256, tokens_per_block=4, state_interval=16)
     cached = open_llm(tiny("qwen3_next"), kv_cache=config, max_num_tokens=24)
     fresh = open_llm(tiny("qwen3_next"), kv_cache=cache(enable_block_reuse=False))
-    known: list[list[int]] = [[]]
-    total = 0
-    for _ in range(0, count, 4):
-        batch = branches(rng, known)
-        params = SamplingParams(max_tokens=int(rng.integers(1, 6)), ignore_eos=True)
-        outputs = cached.generate(batch, params)
-        assert tokens(outputs) == tokens(fresh.generate(batch, params))
-        known += [[*one, *out.output_token_ids] for one, out in zip(batch, outputs, strict=True)]
-        total += sum(reused(outputs))
-    assert total > count
+    outputs = random_trees(cached, fresh, np.random.default_rng(count), count)
+    assert sum(reused(outputs)) > count
     check_idle(cached)

@@ -30,47 +30,68 @@ def run(tokenizer, tokens, **params):
     return [*texts, checker.abort()], None
 
 
-def test_length(tokenizer):
-    assert run(tokenizer, b"abcdef", max_tokens=3) == (["a", "b", "c"], "length")
+STOPS = {
+    "length": (b"abcdef", {"max_tokens": 3}, ["a", "b", "c"], "length"),
+    "the model's own end of sequence": ([97, 256, 98], {}, ["a", ""], "stop"),
+    "stop tokens end the text before them": (b"abc", {"stop_token_ids": (98,)}, ["a", ""], "stop"),
+    "text that may begin a stop string is held back": (
+        *(b"aSTaSTOPb", {"stop": ("STOP",)}),
+        *(["a", "", "", "STa", "", "", "", ""], "stop"),
+    ),
+    "held back text comes out at the end": (
+        *(b"aST", {"stop": ("STOP",), "max_tokens": 3}),
+        *(["a", "", "ST"], "length"),
+    ),
+    "and where it was aborted": (b"aST", {"stop": ("STOP",)}, ["a", "", "", "ST"], None),
+    "stop strings are not part of the text": (b"one\n\nt", {"stop": ("\n\n",)}, "one", "stop"),
+    "a single stop string needs no list": (b"one\n\nt", {"stop": "\n\n"}, "one", "stop"),
+    "the earliest of several counts": (b"abcd", {"stop": ("d", "bc")}, "a", "stop"),
+    "one inside another one's beginning": (
+        *(b"xaabaac", {"stop": ("aabaab", "aac")}, "xaab", "stop"),
+    ),
+    "one of several bytes": ("so\u2211ja".encode(), {"stop": ("\u2211j",)}, "so", "stop"),
+    # The case of vLLM's own test of its detokenizer.
+    "none counts within the least length": (
+        *(b" is Lee, and I'm a student in the college", {"stop": "e", "min_tokens": 7}),
+        *(" is Lee, and I'm a stud", "stop"),
+    ),
+    "one that ends beyond the least length counts": (
+        *(b"xabcy", {"stop": "abc", "min_tokens": 3}, "x", "stop"),
+    ),
+    "one that ends within it does not": (
+        *(b"xabcyabcz", {"stop": "abc", "min_tokens": 4}, "xabcy", "stop"),
+    ),
+    "one inside the held beginning of another came too early": (
+        *(b"xaaxyaz", {"stop": ("aaay", "a"), "min_tokens": 3}, "xaaxy", "stop"),
+    ),
+    # The sampler does not choose a stop token there: this is for drafts and the like.
+    "a stop token does not count within the least length": (
+        *([97, 256, 98, 256], {"min_tokens": 3}, ["a", "", "b", ""], "stop"),
+    ),
+    "the least length is all of it": (
+        *(b"abc", {"stop": "b", "min_tokens": 3, "max_tokens": 3}, "abc", "length"),
+    ),
+    "characters come out whole": (
+        *("a\u00e9\u2211\U0001f600b".encode(), {}),
+        *(["a", "", "\u00e9", "", "", "\u2211", "", "", "", "\U0001f600", "b", ""], None),
+    ),
+    "an unfinished character at the end is replaced": (
+        *([97, 0xE2, 0x88], {"max_tokens": 3}, "a\ufffd", "length"),
+    ),
+}
+"""Tokens, parameters; the texts one by one, or all of them; why it stopped."""
 
 
-def test_the_models_own_end_of_sequence(tokenizer):
-    assert run(tokenizer, [97, 256, 98]) == (["a", ""], "stop")
+@pytest.mark.parametrize("what", STOPS)
+def test_when_it_ends_with_which_text(what, tokenizer):
+    tokens, params, expected, wanted = STOPS[what]
+    texts, reason = run(tokenizer, tokens, **params)
+    assert (texts if isinstance(expected, list) else "".join(texts)) == expected
+    assert reason == wanted
+
+
+def test_an_end_of_sequence_that_is_ignored_is_a_token(tokenizer):
     assert run(tokenizer, [97, 256, 98], ignore_eos=True)[1] is None
-
-
-def test_stop_tokens_end_the_text_before_them(tokenizer):
-    assert run(tokenizer, b"abc", stop_token_ids=(98,)) == (["a", ""], "stop")
-
-
-def test_stop_strings_are_not_part_of_the_text(tokenizer):
-    texts, reason = run(tokenizer, b"one\n\ntwo", stop=("\n\n",))
-    assert ("".join(texts), reason) == ("one", "stop")
-
-
-def test_text_that_may_begin_a_stop_string_is_held_back(tokenizer):
-    texts, reason = run(tokenizer, b"aSTaSTOPb", stop=("STOP",))
-    assert texts == ["a", "", "", "STa", "", "", "", ""]
-    assert reason == "stop"
-
-
-def test_held_back_text_comes_out_at_the_end(tokenizer):
-    assert run(tokenizer, b"aST", stop=("STOP",), max_tokens=3) == (["a", "", "ST"], "length")
-    assert run(tokenizer, b"aST", stop=("STOP",)) == (["a", "", "", "ST"], None)
-
-
-def test_the_earliest_of_several_stop_strings_counts(tokenizer):
-    texts, reason = run(tokenizer, b"abcd", stop=("d", "bc"))
-    assert ("".join(texts), reason) == ("a", "stop")
-
-
-def test_a_stop_string_inside_another_ones_beginning(tokenizer):
-    assert "".join(run(tokenizer, b"xaabaac", stop=("aabaab", "aac"))[0]) == "xaab"
-
-
-def test_a_single_stop_string_needs_no_list(tokenizer):
-    texts, reason = run(tokenizer, b"one\n\ntwo", stop="\n\n")
-    assert ("".join(texts), reason) == ("one", "stop")
 
 
 def test_what_it_stopped_with(tokenizer):
@@ -82,55 +103,6 @@ def test_what_it_stopped_with(tokenizer):
     assert stopped(b"abc", stop_token_ids=(99,)) == 99
     assert stopped([97, 256]) is None
     assert stopped(b"abcdefghi") is None
-
-
-def test_no_stop_string_counts_within_the_least_length(tokenizer):
-    # The case of vLLM's own test of its detokenizer.
-    text = " is Lee, and I'm a student in the college"
-    texts, reason = run(tokenizer, text.encode(), stop="e", min_tokens=7)
-    assert ("".join(texts), reason) == (" is Lee, and I'm a stud", "stop")
-    texts, _ = run(tokenizer, text.encode(), stop="e")
-    assert "".join(texts) == " is L"
-
-
-def test_a_stop_string_that_ends_beyond_the_least_length_counts(tokenizer):
-    texts, reason = run(tokenizer, b"xabcy", stop="abc", min_tokens=3)
-    assert ("".join(texts), reason) == ("x", "stop")
-    texts, _ = run(tokenizer, b"xabcyabcz", stop="abc", min_tokens=4)
-    assert "".join(texts) == "xabcy"
-
-
-def test_a_stop_string_inside_the_held_beginning_of_another_came_too_early(tokenizer):
-    texts, reason = run(tokenizer, b"xaaxyaz", stop=("aaay", "a"), min_tokens=3)
-    assert ("".join(texts), reason) == ("xaaxy", "stop")
-
-
-def test_a_stop_token_does_not_count_within_the_least_length(tokenizer):
-    # The sampler does not choose one there: this is for drafts and the like.
-    assert run(tokenizer, [97, 256, 98, 256], min_tokens=3)[1] == "stop"
-    assert len(run(tokenizer, [97, 256, 98, 256], min_tokens=3)[0]) == 4
-
-
-def test_the_least_length_is_all_of_it(tokenizer):
-    texts, reason = run(tokenizer, b"abc", stop="b", min_tokens=3, max_tokens=3)
-    assert ("".join(texts), reason) == ("abc", "length")
-
-
-def test_characters_come_out_whole(tokenizer):
-    text = "a\u00e9\u2211\U0001f600b"
-    texts, _ = run(tokenizer, text.encode())
-    assert "".join(texts) == text
-    assert texts == ["a", "", "\u00e9", "", "", "\u2211", "", "", "", "\U0001f600", "b", ""]
-
-
-def test_an_unfinished_character_at_the_end_is_replaced(tokenizer):
-    texts, reason = run(tokenizer, [97, 0xE2, 0x88], max_tokens=3)
-    assert ("".join(texts), reason) == ("a\ufffd", "length")
-
-
-def test_stop_strings_of_several_bytes(tokenizer):
-    texts, reason = run(tokenizer, "so\u2211ja".encode(), stop=("\u2211j",))
-    assert ("".join(texts), reason) == ("so", "stop")
 
 
 def test_streamed_text_is_the_text_of_all_tokens(tokenizer):

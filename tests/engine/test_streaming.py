@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
-from observed import check_idle, hold_forwards
+from observed import check_idle, hold_forwards, request_of
 
 from kvconnect import SamplingParams
 from kvconnect.engine.request.handle import RequestHandle
 from kvconnect.engine.request.live_request import LiveRequest, TokenRun
 from kvconnect.engine.request.stops import StopStatus
-from kvconnect.request import LlmRequest
 
 LONG = SamplingParams(max_tokens=400, ignore_eos=True)
 SHORT = SamplingParams(max_tokens=20, ignore_eos=True)
@@ -42,22 +40,14 @@ def test_a_handle_streams_from_the_start_as_often_as_asked(llm, prompts):
         assert tokens == output.output_token_ids
 
 
-def test_leaving_a_stream_aborts_it(llm, prompts):
+@pytest.mark.parametrize("iterated", [True, False])
+def test_a_stream_that_is_left_is_aborted(llm, prompts, iterated):
     gate, reached = hold_forwards(llm)
     stream = llm.stream(prompts[0], LONG)
     assert reached.wait(60)
-    gate.set()
-    next(stream)
-    stream.close()
-    llm.generate(prompts[1], SHORT)  # behind the abort in the inbox
-    assert llm.stats().running_requests == 0
-    assert llm.stats().finished_requests == 2
-
-
-def test_a_stream_that_nobody_iterates_is_aborted(llm, prompts):
-    gate, reached = hold_forwards(llm)
-    stream = llm.stream(prompts[0], LONG)
-    assert reached.wait(60)
+    if iterated:
+        gate.set()
+        next(stream)
     stream.close()
     gate.set()
     llm.generate(prompts[1], SHORT)  # behind the abort in the inbox
@@ -154,8 +144,7 @@ def test_tokens_that_come_with_the_end_are_not_lost():
         live.emit(TokenRun(live, [2], [StopStatus("b", None)], 0))
         live.finish("abort")
 
-    request = LlmRequest(7, np.array([5], np.int32), chain_root=bytes(32), tokens_per_block=4)
-    live = LiveRequest(request, SimpleNamespace(abort=lambda: "c"))
+    live = LiveRequest(request_of([5]), SimpleNamespace(abort=lambda: "c"))
     live.emit(TokenRun(live, [1], [StopStatus("a", None)], 0))
     meanwhile = [end]
     live._lock = Interrupted()

@@ -10,9 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from observed import patient
 from transformers import AutoModelForCausalLM
 
-from kvconnect import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
+from kvconnect import LLM, KvCacheConfig, SamplingParams
 from kvconnect.engine.checkpoint.random_model import make_model
 from kvconnect.engine.model import pretrained as loading
 from kvconnect.errors import ConfigurationError, ModelChanged
@@ -82,8 +83,7 @@ def when_loaded(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], None]
 
 def answer(model: Path, store: Path | None = None, **more: str) -> tuple[list[int], int]:
     """Tokens, and how many of the prompt's came from the store."""
-    url = None if store is None else f"disk://{store}?capacity=64MiB"
-    config = url and KvCacheConnectorConfig(url=url, lookup_timeout_ms=60_000, overlap_loads=False)
+    config = None if store is None else patient(f"disk://{store}?capacity=64MiB")
     cache = KvCacheConfig(max_tokens=512, tokens_per_block=16)
     with LLM(model, kv_cache=cache, connector=config, dtype="float64", **more) as llm:
         output = llm.generate(PROMPT, SamplingParams(max_tokens=16, ignore_eos=True))[0]

@@ -9,11 +9,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
-from observed import tokens
+from observed import patient, tokens
 
 from kvconnect import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
 from kvconnect.engine.ranks import group as group_module
@@ -44,28 +45,15 @@ def open_ranks(model_of) -> Iterator[Callable[..., LLM]]:
     def open_one(arch: str = "llama", size: int = 2, **more: object) -> LLM:
         cache = {"tokens_per_block": 8, "max_tokens": 320} | more.pop("cache", {})
         if isinstance(url := more.get("connector"), str):
-            more["connector"] = KvCacheConnectorConfig(
-                url=url, lookup_timeout_ms=60_000, overlap_loads=False
-            )
+            more["connector"] = patient(url)
         settings = {"dtype": "float64", "device": "cpu", "max_num_tokens": 48} | more
-        opened.append(
-            LLM(
-                model_of(arch),
-                tensor_parallel_size=size,
-                kv_cache=KvCacheConfig(**cache),
-                **settings,
-            )
-        )
+        config = KvCacheConfig(**cache)
+        opened.append(LLM(model_of(arch), tensor_parallel_size=size, kv_cache=config, **settings))
         return opened[-1]
 
     yield open_one
     for llm in opened:
         llm.close()
-
-
-def followers(llm: LLM) -> dict[int, int]:
-    """Process ids of the other ranks."""
-    return dict(enumerate(llm.process_ids[1:], 1))
 
 
 def wait_until_gone(pids: list[int]) -> None:
@@ -112,12 +100,11 @@ def test_equal_tokens_then_a_rank_is_killed(open_ranks, reference, prompts, mode
         open_ranks()
     check_equal(llm, "llama", reference, prompts, model_of)
     # A rank is killed while it computes.
-    pids = followers(llm)
-    assert list(pids) == [1]
+    assert len(llm.process_ids) == 2
     handles = [llm.submit([one, 2, 3], LONG) for one in range(3)]
     next(handles[0].stream())
     killed = time.monotonic()
-    os.kill(pids[1], signal.SIGKILL)
+    os.kill(llm.process_ids[1], signal.SIGKILL)
     for handle in handles:
         with pytest.raises(RankLost, match="rank 1 is lost") as lost:
             handle.result()
@@ -244,7 +231,7 @@ def test_a_rank_that_is_lost_while_ranks_connect_is_named_in_time(
 def test_an_idle_engine_notices_that_a_rank_died(rank, open_ranks):
     llm = open_ranks(size=4)
     llm.generate([1, 2, 3], GREEDY)
-    pids = followers(llm)
+    pids = llm.process_ids
     os.kill(pids[rank], signal.SIGKILL)
     until = time.monotonic() + 60
     with pytest.raises(EngineClosed) as closed:  # noqa: PT012
@@ -252,7 +239,7 @@ def test_an_idle_engine_notices_that_a_rank_died(rank, open_ranks):
             llm.check_health()
             time.sleep(0.01)
     assert f"rank {rank} is lost" in str(closed.value.__cause__)
-    wait_until_gone(list(pids.values()))
+    wait_until_gone(pids[1:])
 
 
 @pytest.mark.slow
@@ -273,14 +260,14 @@ def test_after_a_killed_rank_an_engine_is_made_again_and_loads_what_was_saved(
     expected = reference(model_of("llama"), prompts, 20)
     llm = open_ranks(connector=store)
     assert tokens(llm.generate(prompts, GREEDY)) == expected
-    os.kill(followers(llm)[1], signal.SIGKILL)
+    os.kill(llm.process_ids[1], signal.SIGKILL)
     with pytest.raises((RankLost, EngineClosed)):
         llm.generate([1, 2, 3], LONG)
     llm.close()
     again = open_ranks(connector=store, speculative="ngram", scheduling="max_utilization")
     assert tokens(again.generate(prompts, GREEDY)) == expected
     assert again.stats().reused_store_tokens > 0
-    left = list(followers(again).values())
+    left = again.process_ids[1:]
     again.close()
     wait_until_gone(left)
 
@@ -290,49 +277,48 @@ def test_a_rank_that_is_stopped_ends_the_engine(open_ranks):
     llm = open_ranks()
     handle = llm.submit([1, 2, 3], LONG)
     next(handle.stream())
-    os.kill(followers(llm)[1], signal.SIGSTOP)
+    os.kill(llm.process_ids[1], signal.SIGSTOP)
     stopped = time.monotonic()
     with pytest.raises(RankLost, match="rank 1 is lost: no sign of life"):
         handle.result()
     assert time.monotonic() - stopped < 60
-    wait_until_gone(list(followers(llm).values()))
+    wait_until_gone(llm.process_ids[1:])
+
+
+@contextmanager
+def serving(model: Path, **more: object) -> Iterator[tuple[subprocess.Popen[bytes], list[int]]]:
+    """A script with an engine of two ranks, and the process ids of the followers."""
+    command = [sys.executable, SCRIPT, model, "2", "serve"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **more
+    ) as process:
+        try:
+            line = process.stdout.readline()
+            assert line, process.stderr.read().decode()
+            yield process, json.loads(line)
+        finally:
+            process.kill()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stopped", [False, True])
-def test_followers_do_not_outlive_a_killed_leader(stopped, model_of):
-    process = subprocess.Popen(
-        [sys.executable, SCRIPT, model_of("llama"), "2", "serve"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    with process:
-        line = process.stdout.readline()
-        assert line, process.stderr.read().decode()
+def test_followers_do_not_outlive_a_killed_leader(stopped, llama):
+    with serving(llama) as (process, pids):
         if stopped:
-            os.kill(json.loads(line)[0], signal.SIGSTOP)
+            os.kill(pids[0], signal.SIGSTOP)
         process.kill()
-        wait_until_gone(json.loads(line))
+        wait_until_gone(pids)
 
 
 @pytest.mark.slow
-def test_a_leader_that_was_stopped_and_goes_on_ends_with_an_error(model_of):
+def test_a_leader_that_was_stopped_and_goes_on_ends_with_an_error(llama):
     """Its follower gave it up and ended meanwhile: 5 of 9 were silent for over 30 s once."""
     for _ in range(4):
-        process = subprocess.Popen(
-            [sys.executable, SCRIPT, model_of("llama"), "2", "serve"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        with process:
-            try:
-                pids = json.loads(process.stdout.readline())
-                process.send_signal(signal.SIGSTOP)
-                wait_until_gone(pids)
-                process.send_signal(signal.SIGCONT)
-                _, errors = process.communicate(timeout=60)
-            finally:
-                process.kill()
+        with serving(llama) as (process, pids):
+            process.send_signal(signal.SIGSTOP)
+            wait_until_gone(pids)
+            process.send_signal(signal.SIGCONT)
+            _, errors = process.communicate(timeout=60)
         assert b"RankLost" in errors
 
 
@@ -387,7 +373,7 @@ def test_a_connector_that_raises_amid_the_forward_pass_ends_all_ranks(worker, er
     with pytest.raises((ConnectorContractError, RuntimeError, SystemExit), match=error):
         llm.generate([1, 2, 3], GREEDY)
     assert time.monotonic() - began < 60
-    wait_until_gone(list(followers(llm).values()))
+    wait_until_gone(llm.process_ids[1:])
 
 
 @pytest.mark.slow
@@ -406,15 +392,8 @@ def test_metadata_that_is_too_large_is_said_to_be(open_ranks):
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_all_ranks(model_of):
-    process = subprocess.Popen(
-        [sys.executable, SCRIPT, model_of("llama"), "2", "serve"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    )
-    with process:
-        pids = json.loads(process.stdout.readline())
+def test_ctrl_c_ends_all_ranks(llama):
+    with serving(llama, start_new_session=True) as (process, pids):
         os.killpg(process.pid, signal.SIGINT)
         _, errors = process.communicate(timeout=60)
     assert b"KeyboardInterrupt" in errors

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from late_store import LateStore
-from observed import preempt
+from observed import patient, preempt
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -58,8 +58,7 @@ def wait_for_saves(llm: LLM) -> None:
 def test_a_request_is_a_span_with_its_phases(
     open_llm: Callable[..., LLM], llama: Path, store: LateStore, memory: InMemorySpanExporter
 ):
-    config = KvCacheConnectorConfig(backend=store, lookup_timeout_ms=60_000, overlap_loads=False)
-    llm = open_llm(llama, connector=config)
+    llm = open_llm(llama, connector=patient(store))
     llm.generate([PROMPT], FOUR, cache_salt="secret salt")
     wait_for_saves(llm)
     (request,), phases = spans_of(memory)

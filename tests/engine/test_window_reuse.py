@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from observed import check_idle, tokens
+from observed import check_idle, slow, tokens
 
 from kvconnect import KvCacheConfig, SamplingParams
 from kvconnect.cache.kv_cache_manager import KVCacheManager
@@ -25,8 +25,8 @@ def model(arch, model_of, mixed):
     ("arch", "max_num_tokens", "tokens_per_block"),
     [
         *[("mistral", 13, 16), ("mixed", 2048, 4)],
-        pytest.param("mixed", 13, 16, marks=pytest.mark.slow),
-        pytest.param("mistral", 2048, 4, marks=pytest.mark.slow),
+        *slow(("mixed", 13, 16)),
+        *slow(("mistral", 2048, 4)),
     ],
 )
 def test_cold_and_reused(model, max_num_tokens, tokens_per_block, open_llm, reference, prompts):
@@ -111,7 +111,7 @@ def test_nothing_is_read_that_nobody_holds(mixed, open_llm, reference, prompts):
     assert tokens(llm.generate(prompts, GREEDY)) == reference(mixed, prompts, 28)
 
 
-@pytest.mark.parametrize("arch", ["mixed", pytest.param("mistral", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("arch", ["mixed", *slow("mistral")])
 def test_preempted_with_drafts(model, open_llm, reference, prompts):
     llm = open_llm(
         model,

@@ -6,48 +6,20 @@ import json
 import random
 import shutil
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from engines import PREFILL, open_engine
+from frame_store import FrameStore
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from kvconnect import LLM, Backend, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
-from kvconnect.backend import StoredBlock
-from kvconnect.keys import BlockKey
+from kvconnect import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
 
 T = 4
 NEW = 4
-
-
-class Shelf(Backend):
-    """A store in memory that outlives whatever opens it."""
-
-    def __init__(self) -> None:
-        self.blocks: dict[BlockKey, bytes] = {}
-
-    async def lookup(self, keys: Sequence[BlockKey]) -> int:
-        return next((n for n, key in enumerate(keys) if key not in self.blocks), len(keys))
-
-    async def load(self, keys: Sequence[BlockKey], into: Sequence[Tensor]) -> int:
-        for number, (key, tensor) in enumerate(zip(keys, into, strict=True)):
-            if key not in self.blocks:
-                return number
-            tensor.copy_(torch.frombuffer(bytearray(self.blocks[key]), dtype=torch.uint8))
-        return len(keys)
-
-    async def save(self, blocks: Sequence[StoredBlock]) -> int:
-        for block in blocks:
-            self.blocks.setdefault(block.key, block.data.numpy().tobytes())
-        return len(blocks)
-
-    async def delete(self, keys: Sequence[BlockKey]) -> None:
-        for key in keys:
-            self.blocks.pop(key, None)
 
 
 @dataclass
@@ -111,7 +83,7 @@ def engine_try(
     """Two engines on one store, perhaps with other blocks; the directory changes between them."""
     model = shutil.copytree(directories[0], tmp_path / str(number))
     ids = rng.choices(range(1, 250), k=rng.randrange(9, 30))
-    store, hit = Shelf(), False
+    store, hit = FrameStore(), False
     change = rng.choice(FILES)
     tally.kinds[change.__name__] += 1
     for phase in range(2):

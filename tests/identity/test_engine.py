@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from file_plants import alter
+from file_plants import alter, file_plants
 from rows import cells
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -53,17 +51,6 @@ def answer(directory: Path, store: Path, *, computes: str = "float64", **cache: 
 # ------------------------------------------------------------------------------------- files
 
 
-def write(name: str) -> Callable[[Path, int], None]:
-    """Writes another content to the file of that name, made if it is not there."""
-
-    def change(model: Path, number: int) -> None:
-        path = model / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_bytes(b'{"number": %d}' % number)
-
-    return change
-
-
 def other_model(model: Path, number: int) -> None:
     shutil.rmtree(model)
     make_model(model, "llama", seed=number)
@@ -76,20 +63,6 @@ def flip(model: Path, number: int) -> None:
     path.write_bytes(data)
 
 
-def two_shards(model: Path, number: int) -> None:
-    tensors = load_file(model / "model.safetensors")
-    names = sorted(tensors)
-    halves = [names[: len(names) // 2], names[len(names) // 2 :]]
-    placed = {}
-    for at, half in enumerate(halves, 1):
-        file = f"model-{at:05}-of-00002.safetensors"
-        shard = {name: tensors[name] + number * (at == 2) for name in half}
-        save_file(shard, model / file, metadata={"format": "pt"})
-        placed |= dict.fromkeys(half, file)
-    index = {"metadata": {}, "weight_map": placed}
-    (model / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
 def named_weights(model: Path, number: int) -> None:
     tensors = load_file(model / "model.safetensors")
     for each in (1, 2):
@@ -99,42 +72,21 @@ def named_weights(model: Path, number: int) -> None:
     alter(model, "config.json", {"transformers_weights": f"mine{number}.safetensors"})
 
 
-def index_of_other_shards(model: Path, number: int) -> None:
-    if number == 1:
-        two_shards(model, 0)
-        for at in (1, 2):
-            name = f"model-0000{at}-of-00002.safetensors"
-            made = {name: tensor + 1 for name, tensor in load_file(model / name).items()}
-            save_file(made, model / f"other-{name}", metadata={"format": "pt"})
-        (model / "model.safetensors").unlink()
-        return
-    index = json.loads((model / "model.safetensors.index.json").read_text())
-    index["weight_map"] = {name: f"other-{file}" for name, file in index["weight_map"].items()}
-    (model / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
 PLANTS = cells(
     "engine",
     "key",
     {
         "other-model": other_model,
         "weight-byte": flip,
-        "file-beside-index": two_shards,
-        "consolidated-beside-hf": write("consolidated.safetensors"),
         "transformers-weights": named_weights,
-        "variant": write("model.fp16.safetensors"),
-        "subfolder": write("fp16/model.safetensors"),
-        "bin-beside-safetensors": write("pytorch_model.bin"),
-        "pt-beside": write("x.pth"),
-        "gguf-beside": write("x.gguf"),
-        "npz-beside": write("x.npz"),
-        "params-json": write("params.json"),
-        "quantize-config": write("quantize_config.json"),
-        "adapter-in-directory": write("adapter/adapter_model.safetensors"),
-        "index-changed": index_of_other_shards,
-        "config-changed": lambda model, number: alter(model, "config.json", {"rope_theta": number}),
     },
 )
+BESIDE = [
+    one
+    for one in file_plants("engine", "key")
+    if one.values[0].row not in {"other-model", "transformers-weights"}
+]
+"""Plants that leave the file that is loaded as it is."""
 
 
 @pytest.mark.parametrize("change", PLANTS)
@@ -144,6 +96,14 @@ def test_a_file_that_differs_makes_another_key(model, change):
         change(model, number)
         made.add(digest(model))
     assert len(made) == 2
+
+
+@pytest.mark.parametrize("plant", BESIDE)
+def test_every_other_file_that_a_loader_may_read_is_in_the_key(model, plant):
+    plant.prepare(model)
+    before = digest(model)
+    plant.change(model)
+    assert digest(model) != before
 
 
 @pytest.mark.planted("files-alone", "engine", "hit")

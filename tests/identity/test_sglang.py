@@ -6,6 +6,7 @@ Those that need SGLang's own classes stand in ``tests/engines/sglang/test_identi
 from __future__ import annotations
 
 import gc
+import json
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -15,12 +16,10 @@ from typing import Any
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "integrations"))
-
 from file_plants import file_plants, flip_byte, put
+from long_rope import LONG
 from rows import cells
-from sglang_pools import StandInPool, fill, hashes, indices, storage_config
+from sglang_pools import StandInPool, fill, hashes, indices, save, storage_config, works
 from sglang_server import WAYS, Server, serving
 
 from kvconnect.digest.doubts import Doubt
@@ -53,10 +52,17 @@ class Stored:
         self._open: list[KvConnectStorage] = []
 
     def open(
-        self, directory: Path, server: Server, pool: Any = None, *, late: bool = False, **more: Any
+        self,
+        directory: Path,
+        server: Server,
+        pool: Any = None,
+        *,
+        late: bool = False,
+        url: str | None = None,
+        **more: Any,
     ) -> KvConnectStorage:
         """The storage of `server`, made when it starts or when it runs already."""
-        config = storage_config(directory, self._url, is_mla=False, **more)
+        config = storage_config(directory, url or self._url, is_mla=False, **more)
         make = server.attach if late else server.start
         storage = make(lambda: KvConnectStorage(config, {}))
         pool = pool or StandInPool("page_first")
@@ -78,10 +84,11 @@ class Stored:
         self.close()
         return found
 
-    def key(self, directory: Path, **settings: Any) -> BlockKey:
+    def key(self, directory: Path, pool: Any = None, **settings: Any) -> BlockKey:
         """The key of a page of a server with these settings."""
         with serving(directory, **settings) as server:
-            (key,) = self.open(directory, server)._keys(hashes(1))
+            url = "memory:?capacity=1MiB"
+            (key,) = self.open(directory, server, pool, url=url)._keys(hashes(1))
         self.close()
         return key
 
@@ -89,25 +96,6 @@ class Stored:
         for one in self._open:
             one.close()
         self._open.clear()
-
-
-def save(storage: KvConnectStorage) -> bool:
-    """True if the pages were saved."""
-    done = storage.batch_set_v1(hashes(PAGES), indices(range(PAGES)))
-    assert storage._access.flush(5)
-    return all(done)
-
-
-def works(storage: KvConnectStorage) -> bool:
-    """True if pages are found and loaded; False if they are neither found, loaded nor saved."""
-    names, where = hashes(PAGES), indices(range(3, 3 + PAGES))
-    outcomes = {
-        storage.batch_exists(names) == PAGES,
-        *storage.batch_get_v1(names, where),
-        *storage.batch_set_v1(hashes(PAGES, "more"), where),
-    }
-    assert len(outcomes) == 1
-    return outcomes.pop()
 
 
 @pytest.fixture
@@ -199,6 +187,9 @@ OTHERS = cells(
         "computes-in-other-dtype": {"dtype": "float16"},
         "computes-in-other-dtype: resolved": {"resolved": {"dtype": torch.float16}},
         "quantization": {"quantization": "fp8"},
+        "quantization: files": {"load_format": "bitsandbytes"},
+        "weights-updated": {"weight_version": "2"},
+        "picture-settings": {"mm_process_config": {"image": {"a": 1}}},
         "quantised-in-memory": {"quantize_and_serve": True},
         "hook-added": {"forward_hooks": [{"name": "steer"}]},
     },
@@ -212,14 +203,35 @@ def test_settings_that_change_keys_and_values_are_in_the_keys(stored, directory,
     assert stored.key(directory, **plain) == before != stored.key(directory, **{**plain, **other})
 
 
+def test_settings_that_change_nothing_and_orders_are_not_in_the_keys(stored, directory):
+    one, other = {"image": {"a": 1, "b": 2}}, {"image": {"b": 2, "a": 1}}
+    neutral = {"quantization": None, "json_model_override_args": "{}", "dtype": "auto"}
+    neutral |= {"served_model_name": "a name", "weight_version": "default"}
+    before = stored.key(directory, mm_process_config=one)
+    assert stored.key(directory, mm_process_config=other, **neutral) == before
+
+
+def test_of_files_that_settings_name_the_content_is_in_the_keys(stored, directory, tmp_path):
+    scales, moved = tmp_path / "scales.json", tmp_path / "moved.json"
+    scales.write_text('{"k": 1}')
+    moved.write_text('{"k": 1}')
+    before = stored.key(directory, quantization_param_path=str(scales))
+    assert stored.key(directory, quantization_param_path=str(moved)) == before
+    scales.write_text('{"k": 2}')
+    assert stored.key(directory, quantization_param_path=str(scales)) != before
+
+
 @pytest.mark.planted("same-revision", "sglang", "key")
 def test_a_revision_promises_weights_and_no_settings(stored, directory):
     named = {"model_revision": "org/name@1"}
     with serving(directory) as server:
         save(stored.open(directory, server, **named))
     put(directory, "model.safetensors", 2)
-    with serving(directory) as server:
+    with serving(directory, load_format="remote") as server:
         assert works(stored.open(directory, server, **named))
+    refused = pytest.raises(ConfigurationError, match="load-format=dummy")
+    with serving(directory, load_format="dummy") as server, refused:
+        stored.open(directory, server, **named)
     with serving(directory, quantization="fp8") as server:
         assert stored.open(directory, server, **named).batch_exists(hashes(PAGES)) == 0
     put(directory, "config.json", CONFIG | {"rope_theta": 5.0})
@@ -234,6 +246,9 @@ def test_dtype_and_size_of_pages_are_in_the_keys(stored, directory):
     larger = StandInPool("page_first")
     larger.page_size, larger.page_num = 2 * larger.page_size, larger.page_num // 2
     assert stored.found(directory, larger) == 0
+    pool = StandInPool("page_first", dtype=torch.uint8)
+    named = [stored.key(directory, pool, kv_cache_dtype=f"fp8_{one}") for one in ("e4m3", "e5m2")]
+    assert named[0] != named[1]  # bytes of what, the server says
 
 
 def refuse(stored: Stored, directory: Path, complaint: str, **settings: Any) -> None:
@@ -245,6 +260,13 @@ def refuse(stored: Stored, directory: Path, complaint: str, **settings: Any) -> 
         stored.open(directory, server)
 
 
+def longest_of(config: dict[str, Any], **settings: Any) -> dict[str, Any]:
+    """A server of a model with long factors, as the operator overrides its configuration."""
+    return {"json_model_override_args": json.dumps(config), **settings}
+
+
+NAME_THEM = "name them with model_revision"
+LONGEST = "--context-length 4096 or less"
 REFUSED = cells(
     "sglang",
     "refused",
@@ -253,6 +275,21 @@ REFUSED = cells(
         "weights-from-elsewhere: remote": ({"load_format": "remote"}, "load-format='remote'"),
         "weights-from-elsewhere: path": ({"resolved": {"model_path": "/b"}}, "weights of '/b'"),
         "weights-from-elsewhere: part": (resolved(text_model_id="org/p"), "text_model_id=org/p"),
+        "weights-from-elsewhere: presharded": ({"load_format": "presharded"}, NAME_THEM),
+        "weights-from-elsewhere: cache": ({"weight_cache_mode": "client"}, NAME_THEM),
+        "weights-from-elsewhere: processor": ({"kt_weight_path": "/other"}, NAME_THEM),
+        "weights-from-elsewhere: restored": (
+            {"modelopt_checkpoint_restore_path": "/other"},
+            NAME_THEM,
+        ),
+        "weights-from-elsewhere: sent": (
+            {"checkpoint_engine_wait_weights_before_ready": True},
+            NAME_THEM,
+        ),
+        "long-factors": (longest_of(LONG), LONGEST),
+        "long-factors: length": (longest_of(LONG, context_length=4097), LONGEST),
+        "long-factors: part": (longest_of({"text_config": LONG}), LONGEST),
+        "long-factors: shorter": (longest_of(LONG | {"max_position_embeddings": 8192}), LONGEST),
         "weights-from-elsewhere: adapter": (
             {"model_loader_extra_config": '{"qlora_adapter_name_or_path": "/adapter"}'},
             "another directory",
@@ -285,8 +322,16 @@ def test_servers_that_compute_what_keys_do_not_name_are_refused(
     refuse(stored, directory, complaint, **settings)
 
 
+def test_a_length_up_to_which_no_long_factors_are_used_is_served(stored, directory):
+    put(directory, "config.json", CONFIG | LONG)
+    refuse(stored, directory, LONGEST)
+    assert stored.key(directory, context_length=4096)
+    with pytest.raises(UnsupportedModel, match="context-length=131072"):  # without a server
+        KvConnectStorage(storage_config(directory, "memory:"), {})
+
+
 def test_servers_that_could_take_pictures_and_take_none_are_served(stored, directory):
-    assert stored.found(directory, resolved={"is_multimodal": False}) == 0
+    assert stored.key(directory, resolved={"is_multimodal": False})
 
 
 def test_code_and_weights_of_other_repositories_are_refused(stored, directory):

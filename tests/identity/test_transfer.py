@@ -7,15 +7,11 @@ the way stands in ``tests/transfer`` and ``tests/disagg``, several ranks in ``te
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "disagg"))
-
 from engines import ANSWER, PREFILL, open_engine, prompt_of, until
 from file_plants import file_plants, flip_byte
 from model_directories import CONFIG, SHARDS, make, tensors

@@ -7,7 +7,6 @@ Requests that start anew, windows and the form of its interface are planted in
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,9 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "integrations"))
-
 import trtllm_interface as trt
 from file_plants import file_plants, flip_byte
 from model_directories import ALONE, CONFIG, make, tensors
@@ -63,6 +59,7 @@ class Stored:
     ) -> list[BlockKey]:
         """The prompt's first key with each of `salts`, of an engine with these settings."""
         tokens = torch.tensor(PROMPT, dtype=torch.int32).numpy()
+        self.configure(url="memory:?capacity=1MiB")
         with self.open(directory, **settings or {}) as runtime:
             maker = runtime.scheduler._attachment.maker
             return [
@@ -282,11 +279,16 @@ UNTOLD = cells(
 @pytest.mark.parametrize("more", UNTOLD)
 def test_inputs_that_tokens_do_not_tell_are_neither_saved_nor_loaded(stored, directory, more):
     before = uncached(Doubt.UNKNOWN_INPUT)
-    stored.save(directory, trt.Request(1, PROMPT, **more))
-    assert stored.found(directory) == 0
-    stored.save(directory)
-    assert stored.found(directory) == FOUND
-    assert stored.found(directory, trt.Request(2, PROMPT, **more)) == 0
+    stored.configure(url="memory:?capacity=1MiB")
+    with stored.open(directory) as runtime:
+
+        def computed(number: int, **given: Any) -> int:
+            tokens = runtime.run(trt.Request(number, PROMPT, **given), 1)
+            assert runtime.worker._attachment._access.flush(60)
+            return tokens
+
+        assert [computed(1, **more), computed(2), computed(3)] == [len(PROMPT)] * 2 + [1]
+        assert computed(4, **more) == len(PROMPT)
     assert uncached(Doubt.UNKNOWN_INPUT) == before + 2
 
 

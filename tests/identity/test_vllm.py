@@ -16,6 +16,7 @@ import pytest
 import torch
 from file_plants import file_plants, flip_byte, put
 from rows import cells
+from vllm_configs import engine_config
 
 from kvconnect.errors import ConfigurationError, ModelChanged
 from kvconnect.integrations.core.arguments import make_arguments
@@ -54,12 +55,9 @@ def configured(directory: Path, *, load_format: str = "auto", **model: Any) -> S
         "hf_overrides": {},
         "hf_config": SimpleNamespace(to_dict=lambda: dict(CONFIG)),
     }
-    return SimpleNamespace(
-        parallel_config=SimpleNamespace(pipeline_parallel_size=1),
-        speculative_config=None,
+    return engine_config(
         load_config=SimpleNamespace(load_format=load_format),
         model_config=SimpleNamespace(**(settings | model)),
-        device_config=SimpleNamespace(device_type="cuda"),
     )
 
 

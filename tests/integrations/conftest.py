@@ -19,8 +19,6 @@ from kvconnect.engine.checkpoint.random_model import make_model
 from kvconnect.integrations import trtllm_shim
 from kvconnect.testing.faults.faulty_backend import FaultyBackend
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 FOREIGN = (
     "tensorrt_llm",
     "sglang",
@@ -86,6 +84,14 @@ def with_rope(tiny: Path, tmp_path: Path) -> Path:
 def store() -> FaultyBackend:
     """What engines of `open_engine` keep their blocks in, unless they are given a URL."""
     return FaultyBackend(from_url(StoreUrl.parse("memory:?capacity=16MiB")))
+
+
+@pytest.fixture
+def clock() -> Any:
+    """A `LoadClock`, which only a test turns."""
+    from load_clock import LoadClock
+
+    return LoadClock()
 
 
 @pytest.fixture

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from kvconnect import trace as trace_module
 from kvconnect.integrations.core.load_choice import LoadChoice
 
@@ -12,6 +14,14 @@ TOKEN_S = 0.001
 """What a model takes for a token."""
 FAST, SLOW = TOKEN_S / 8, TOKEN_S * 8
 """Seconds of a store for a token."""
+
+
+at_two_speeds = pytest.mark.parametrize(
+    ("token_s", "asked", "decided"),
+    [(SLOW, [1, 0, 0, 0], {"load": 1, "compute": 3}), (FAST, [1, 1, 1, 1], {"load": 4})],
+    ids=["slow", "fast"],
+)
+"""Prompts of which the store is asked for each (1) or not (0); a slow one until it is measured."""
 
 
 class LoadClock:

@@ -6,6 +6,7 @@ import dataclasses
 import enum
 import inspect
 import json
+import runpy
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -71,6 +72,15 @@ def interfaces(engine: str) -> list[Interface]:
     """All recorded versions of `engine`, the oldest first."""
     files = sorted(FOLDER.glob(f"{engine}-*.json"))
     return [Interface(**json.loads(file.read_text(encoding="utf-8"))) for file in files]
+
+
+def check_recorded(engine: str) -> None:
+    """What was recorded is what the installed `engine` has."""
+    record = runpy.run_path(str(FOLDER / "record.py"))
+    here = record["interface"](engine)
+    file = FOLDER / f"{engine}-{here['version']}.json"
+    assert file.exists(), f"python {FOLDER.name}/record.py {engine} writes it"
+    assert json.loads(file.read_text("utf-8")) == json.loads(record["written"](here))
 
 
 def misfits(cls: type, interface: Interface, *names: str) -> list[str]:

@@ -154,6 +154,34 @@ def state_round_trip(open_storage, source, target, **made):
     storage.close()
 
 
+def save(storage, count=3):
+    """Whether as many pages were saved."""
+    done = storage.batch_set_v1(hashes(count), indices(range(count)))
+    assert storage._access.flush(60)
+    return all(done)
+
+
+def works(storage, count=3):
+    """True if `save` d pages are found and loaded; False: neither found, loaded nor saved."""
+    where = indices(range(count, 2 * count))
+    outcomes = {
+        storage.batch_exists(hashes(count)) == count,
+        *storage.batch_get_v1(hashes(count), where),
+        *storage.batch_set_v1(hashes(count, "more"), where),
+    }
+    assert len(outcomes) == 1
+    return outcomes.pop()
+
+
+def damage(directory, at=300):
+    """Overwrites 64 bytes at this place of each segment of a disk store."""
+    for file in directory.rglob("*"):
+        if file.is_file() and file.stat().st_size >= 1 << 20:
+            with file.open("r+b") as segment:
+                segment.seek(at)
+                segment.write(b"\xff" * 64)
+
+
 def page_content(pool, page):
     """A copy of all that SGLang would move for a page, in an order that no layout changes."""
     planes = [pool.kv_buffer] if pool.is_mla else [pool.k_buffer, pool.v_buffer]

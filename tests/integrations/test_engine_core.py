@@ -31,7 +31,7 @@ from kvconnect.digest.files import ModelFiles
 from kvconnect.errors import ConfigurationError, ModelChanged, UsageError
 from kvconnect.integrations.core import EngineSettings
 from kvconnect.integrations.core.adapters import AdapterDigests, adapter_digest
-from kvconnect.integrations.core.elsewhere import refuse_elsewhere
+from kvconnect.integrations.core.configuration import refuse_elsewhere
 from kvconnect.integrations.core.memory import planes_of
 from kvconnect.integrations.core.models import digest_of_model, directory_of, refuse_changed
 from kvconnect.integrations.core.requests import (

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvconnect.integrations.core.long_rope import config_of_directory, original_length
+from kvconnect.integrations.core.configuration import config_of_directory, original_length
 from kvconnect.integrations.trtllm.settings import variant_of
 
 ROPE = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}

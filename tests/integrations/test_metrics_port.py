@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import socketserver
 import urllib.error
 import urllib.request
 from contextlib import ExitStack
@@ -23,6 +24,8 @@ LOCAL = "127.0.0.1"
 @pytest.fixture(autouse=True)
 def _own_name(monkeypatch):
     monkeypatch.setattr(trace.metrics, "engine", "kvconnect")
+    # Servers look every half a second whether they are to end.
+    monkeypatch.setattr(socketserver.BaseServer.serve_forever, "__defaults__", (0.01,))
 
 
 @pytest.fixture

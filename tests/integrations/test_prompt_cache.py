@@ -15,23 +15,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from prompts import T, answer, generate, given, opened, prompt
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from kvconnect import LLM, Backend, KvCacheConfig
+from kvconnect import LLM, KvCacheConfig
 from kvconnect.backends.memory.store import MemoryBackend
 from kvconnect.connector.io.lookup import Hit
 from kvconnect.errors import ConfigurationError, UnsupportedModel, UsageError
 from kvconnect.integrations.transformers import PromptCache, StoredCache
-from kvconnect.integrations.transformers.cached_row import CachedRow
 from kvconnect.integrations.transformers.ended_caches import EndedCaches
+from kvconnect.integrations.transformers.rows import CachedRow
 from kvconnect.keys import BlockKey, Namespace, chain_key, salt_of, salt_tag
+from kvconnect.layout import KvCacheLayout
 from kvconnect.request import LlmRequest
 from kvconnect.testing.faults.faulty_backend import BACKEND_FAULTS, BackendFault, FaultyBackend
 from kvconnect.tokens import TokenArray
 from kvconnect.trace import metrics
 
-T = 16
 # Full attention, windows in some layers, a latent.
 KINDS = ["llama", "gemma3", "deepseek_v3"]
 OTHERS = ["gpt2", "qwen2", "qwen3", "mistral", "mixtral", "phi", "gemma", "olmo", "gpt_neox", "opt"]
@@ -64,23 +65,6 @@ def store(tmp_path: Path) -> str:
     return f"disk://{tmp_path}/kv?capacity=64MiB"
 
 
-def opened(model: PreTrainedModel, store: str | Backend, **more: object) -> PromptCache:
-    """Patient with its store on a busy machine, and a memory for few blocks."""
-    config = {"staging_bytes": 8 << 20, "lookup_timeout_ms": 60_000, "load_timeout_s": 60} | more
-    where = "url" if isinstance(store, str) else "backend"
-    settings = {where: store, **config}
-    return PromptCache(model, settings, tokens_per_block=T, load_decisions=False)
-
-
-def prompt(length: int, seed: int = 1) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(1, 250, (1, length), generator=generator)
-
-
-def given(ids: Tensor) -> dict[str, Tensor]:
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-
-
 def padded(*rows: Tensor) -> dict[str, Tensor]:
     """One batch, padded on the left."""
     width = max(row.shape[1] for row in rows)
@@ -89,19 +73,6 @@ def padded(*rows: Tensor) -> dict[str, Tensor]:
         ids[number, width - row.shape[1] :] = row
         mask[number, width - row.shape[1] :] = 1
     return {"input_ids": ids, "attention_mask": mask}
-
-
-def generate(model: PreTrainedModel, inputs: dict[str, Tensor], **more: object) -> list[list[int]]:
-    settings = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    return model.generate(**inputs, **settings | more).tolist()
-
-
-def answer(
-    model: PreTrainedModel, prompts: PromptCache, inputs: dict[str, Tensor], **more: object
-) -> tuple[list[list[int]], tuple[int, ...]]:
-    """What is generated, and how many tokens of each prompt were loaded for it."""
-    past = prompts.prefill(inputs)
-    return generate(model, inputs, past_key_values=past, **more), past.loaded_tokens
 
 
 @pytest.fixture
@@ -637,9 +608,7 @@ def test_the_next_prompt_that_begins_alike_waits_for_the_one_before_it(llama64, 
 @pytest.mark.parametrize(("interval", "checks"), [(0.0, 4), (3600.0, 1)])
 def test_a_good_check_holds_for_the_interval(llama64, store, interval, checks):
     """Also for what is loaded; what is saved waits for a check of its own."""
-    config = {"url": store, "lookup_timeout_ms": 60_000}
-    made = {"tokens_per_block": T, "canary_interval": interval, "load_decisions": False}
-    with PromptCache(llama64, config, **made) as prompts:
+    with opened(llama64, store, canary_interval=interval) as prompts:
         runs = canaries(prompts)
         answer(llama64, prompts, given(prompt(40)))
         assert prompts.flush()
@@ -650,8 +619,7 @@ def test_a_good_check_holds_for_the_interval(llama64, store, interval, checks):
 
 
 def test_caches_that_ended_are_held_within_a_bound(llama64, store, caplog):
-    config = {"url": store, "lookup_timeout_ms": 60_000}
-    with PromptCache(llama64, config, tokens_per_block=T, held_bytes=1000) as prompts:
+    with opened(llama64, store, held_bytes=1000) as prompts:
         answer(llama64, prompts, given(prompt(40)))
         gc.collect()
         assert prompts.flush()
@@ -716,7 +684,7 @@ def test_a_block_that_was_rejected_is_saved_again_by_its_new_name():
     tokens = np.arange(48, dtype=np.int32)
     root = BlockKey(bytes(32))
     request = LlmRequest(0, tokens[:40], chain_root=root, tokens_per_block=T, namespace=Namespace())
-    row = CachedRow(request, 0, num_groups=1)
+    row = CachedRow(request, 0, [KvCacheLayout(1, 1, 2, 2, T, torch.float32)])
     row.append(tokens[40:])
     row.note_hit(Hit())
     first = row.order([range(3)], 3).blocks

@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from load_clock import Decisions, LoadClock
+from prompts import T, answer, generate, opened, prompt
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from kvconnect.integrations.transformers import PromptCache, pass_times
-from kvconnect.integrations.transformers.pass_times import PassTimes
+from kvconnect.integrations.transformers import PromptCache, hooks
+from kvconnect.integrations.transformers.hooks import PassTimes
 
-T = 16
 SIZE = 5 * T + 3
 LOADED = SIZE - 1
 FAST, SLOW = 1e-9, 1.0
@@ -26,29 +26,9 @@ def model(model_of) -> PreTrainedModel:
 
 
 @pytest.fixture
-def clock() -> LoadClock:
-    return LoadClock()
-
-
-def inputs(*seeds: int) -> dict[str, torch.Tensor]:
-    rows = [
-        torch.randint(1, 250, (1, SIZE), generator=torch.Generator().manual_seed(one))
-        for one in seeds
-    ]
-    ids = torch.cat(rows)
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-
-
-def generate(model: PreTrainedModel, given: dict[str, torch.Tensor], past: object = None):
-    settings = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    return model.generate(**given, past_key_values=past, **settings).tolist()
-
-
-@pytest.fixture
 def prompts(model: PreTrainedModel, clock: LoadClock) -> Iterator[PromptCache]:
     """It has computed five prompts, which are in the store."""
-    config = {"url": "memory:?capacity=64MiB", "lookup_timeout_ms": 60_000, "load_timeout_s": 60}
-    with PromptCache(model, config, tokens_per_block=T, load_decisions=True) as made:
+    with opened(model, "memory:?capacity=64MiB", load_decisions=True) as made:
         clock.set_in(made._choice)
         load_all = made._store.load_all
         made._store.load_all = clock.times(load_all, lambda orders: sum(map(len, orders)) * T)
@@ -60,10 +40,10 @@ def prompts(model: PreTrainedModel, clock: LoadClock) -> Iterator[PromptCache]:
 
 def ask(model: PreTrainedModel, prompts: PromptCache, *seeds: int) -> tuple[int, ...]:
     """Tokens of prompts that were loaded."""
-    given = inputs(*seeds)
-    past = prompts.prefill(given)
-    assert generate(model, given, past) == generate(model, given)
-    return past.loaded_tokens
+    ids = torch.cat([prompt(SIZE, seed) for seed in seeds])
+    answered, loaded = answer(model, prompts, ids, max_new_tokens=3)
+    assert answered == generate(model, ids, max_new_tokens=3)
+    return loaded
 
 
 def test_a_slow_store_is_not_asked_once_it_is_measured(model, prompts, clock):
@@ -84,8 +64,7 @@ def test_a_fast_store_is_asked(model, prompts, clock):
 
 
 def test_without_decisions_a_slow_store_is_asked(model, clock):
-    config = {"url": "memory:?capacity=64MiB", "lookup_timeout_ms": 60_000, "load_timeout_s": 60}
-    with PromptCache(model, config, tokens_per_block=T, load_decisions=False) as prompts:
+    with opened(model, "memory:?capacity=64MiB") as prompts:
         clock.set_in(prompts._choice)
         ask(model, prompts, 0)
         ask(model, prompts, 1)
@@ -114,7 +93,7 @@ def test_passes_on_a_device_are_reported_once_it_is_done_with_them(monkeypatch):
     recorded: list[tuple[int, float, float]] = []
     choice = SimpleNamespace(record_step=lambda *step: recorded.append(step))
     marks = iter([0.0, 40.0, 50.0, 60.0, 60.0, 90.0, 95.0])
-    monkeypatch.setattr(pass_times.torch.cuda, "Event", DeviceEvent)
+    monkeypatch.setattr(hooks.torch.cuda, "Event", DeviceEvent)
     times = PassTimes(choice, torch.device("cuda"))
     times._now = lambda: DeviceEvent(next(marks))
     caches = [StandInCache(length) for length in (0, 0, 100)]

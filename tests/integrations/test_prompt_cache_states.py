@@ -6,7 +6,7 @@ import copy
 import random
 import re
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +14,15 @@ import pytest
 import torch
 from families import tiny_config
 from frame_store import FrameStore
+from prompts import answer as answered
+from prompts import generate as generated
+from prompts import given
+from prompts import opened as opened_with
+from prompts import prompt as tokens
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from kvconnect import Backend
 from kvconnect.errors import ConfigurationError, UnsupportedModel, UsageError
-from kvconnect.integrations.transformers import PromptCache
-
-T = 16
-INTERVAL = 32
 
 # Fields with which a tiny model has both attention and recurrent layers.
 FIELDS: Mapping[str, Mapping[str, Any]] = {
@@ -106,34 +106,9 @@ def loaded() -> Loaded:
     return load
 
 
-def opened(model: PreTrainedModel, store: Backend, **more: Any) -> PromptCache:
-    settings = {"staging_bytes": 8 << 20, "lookup_timeout_ms": 60_000, "load_timeout_s": 60}
-    return PromptCache(
-        model,
-        {"backend": store, **settings},
-        **{"tokens_per_block": T, "state_interval": INTERVAL} | more,
-    )
-
-
-def tokens(length: int, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, 300, (1, length), generator=generator)
-
-
-def given(ids: Tensor) -> dict[str, Tensor]:
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-
-
-def generate(model: PreTrainedModel, ids: Tensor, count: int = 12, **more: Any) -> list[list[int]]:
-    settings = {"max_new_tokens": count, "do_sample": False, "eos_token_id": None}
-    return model.generate(**given(ids), **settings, **more).tolist()
-
-
-def answer(
-    model: PreTrainedModel, prompts: PromptCache, ids: Tensor, count: int = 12
-) -> tuple[list[list[int]], tuple[int, ...]]:
-    past = prompts.prefill(given(ids))
-    return generate(model, ids, count, past_key_values=past), past.loaded_tokens
+opened = partial(opened_with, state_interval=32)
+generate = partial(generated, max_new_tokens=12)
+answer = partial(answered, max_new_tokens=12)
 
 
 def leaving(ids: Tensor, at: int, length: int, seed: int) -> Tensor:
@@ -186,7 +161,7 @@ def test_single_tokens_are_not_loaded_where_they_are_computed_otherwise(loaded):
     model, first = loaded("zamba2"), tokens(75, seed=1)
     with opened(model, FrameStore()) as prompts:
         # Through the end of a block at 96, where a snapshot is due.
-        said = torch.tensor(answer(model, prompts, first, 30)[0])
+        said = torch.tensor(answer(model, prompts, first, max_new_tokens=30)[0])
         going_on = torch.cat([said, tokens(9, seed=7)], dim=1)
         for count in (64, 112):
             assert answer(model, prompts, going_on) == (generate(model, going_on), (count,))
@@ -247,11 +222,13 @@ def test_a_padded_batch_is_computed_and_says_why(loaded):
 
 def test_assisted_decoding_of_a_model_with_short_convolutions(loaded):
     model, ids = loaded("lfm2"), tokens(20, seed=1).repeat(1, 4)
-    expected = generate(model, ids, 30)
+    expected = generate(model, ids, max_new_tokens=30)
     with opened(model, FrameStore()) as prompts:
         for count in (0, 64):
             past = prompts.prefill(given(ids))
-            found = generate(model, ids, 30, past_key_values=past, prompt_lookup_num_tokens=5)
+            found = generate(
+                model, ids, max_new_tokens=30, past_key_values=past, prompt_lookup_num_tokens=5
+            )
             assert (found, past.loaded_tokens) == (expected, (count,))
         going_on = torch.tensor(expected)
         assert answer(model, prompts, going_on)[0] == generate(model, going_on)
@@ -302,15 +279,15 @@ def test_a_frame_that_is_missing_old_or_damaged_is_never_served(loaded, tries):
     model, store = loaded("lfm3"), FrameStore()  # three groups: full attention, a window, states
     first = tokens(75, seed=1)
     asked = [first, leaving(first, 50, 70, seed=2), leaving(first, 35, 60, seed=3)]
-    expected = [generate(model, ids, 4) for ids in asked]
+    expected = [generate(model, ids, max_new_tokens=4) for ids in asked]
     rng = random.Random(5)
     torn = 0
     with opened(model, store) as prompts:
         for ids in asked * 2:
-            answer(model, prompts, ids, 4)
+            answer(model, prompts, ids, max_new_tokens=4)
         assert prompts.flush()
         whole, store.writable = dict(store.frames), False
-        usual = [answer(model, prompts, ids, 4)[1] for ids in asked]
+        usual = [answer(model, prompts, ids, max_new_tokens=4)[1] for ids in asked]
         assert usual == [(64,), (64,), (48,)]
         for _ in range(tries):
             store.frames = dict(whole)
@@ -325,7 +302,7 @@ def test_a_frame_that_is_missing_old_or_damaged_is_never_served(loaded, tries):
                     bad[rng.randrange(64, bad.numel())] ^= 1 + rng.randrange(255)
                     store.frames[key] = bad
             number = rng.randrange(len(asked))
-            found, count = answer(model, prompts, asked[number], 4)
+            found, count = answer(model, prompts, asked[number], max_new_tokens=4)
             assert found == expected[number]
             torn += count != usual[number]
     assert torn > tries // 4  # most frames are a part of some prompt

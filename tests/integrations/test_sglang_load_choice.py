@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from load_clock import FAST, SLOW, Decisions, LoadClock
+from load_clock import SLOW, Decisions, LoadClock, at_two_speeds
 from sglang_pools import PAGE, StandInPool, fill, hashes, indices, storage_config
 from sglang_server import serving
 
@@ -64,11 +64,6 @@ class Server:
 
 
 @pytest.fixture
-def clock() -> LoadClock:
-    return LoadClock()
-
-
-@pytest.fixture
 def start(tiny, tmp_path, clock: LoadClock) -> Iterator[Callable[..., Server]]:
     with ExitStack() as undo:
 
@@ -92,19 +87,13 @@ def start(tiny, tmp_path, clock: LoadClock) -> Iterator[Callable[..., Server]]:
         yield make
 
 
-def test_a_slow_store_is_not_asked_once_it_is_measured(start, clock):
-    clock.token_s = SLOW
+@at_two_speeds
+def test_a_store_is_asked_while_it_is_faster(start, clock, token_s, asked, decided):
+    clock.token_s = token_s
     server, seen = start(), Decisions()
-    assert [server.ask(one) for one in "abcd"] == [PAGES, 0, 0, 0]
-    assert seen() == {"load": 1, "compute": 3}
+    assert [server.ask(one) for one in "abcd"] == [PAGES * one for one in asked]
+    assert seen() == decided
     assert server.storage.exists(hashes(1, "b")[0])  # whatever is chosen
-
-
-def test_a_fast_store_is_asked(start, clock):
-    clock.token_s = FAST
-    server, seen = start(), Decisions()
-    assert [server.ask(one) for one in "abcd"] == [PAGES] * 4
-    assert seen() == {"load": 4}
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from sglang_pools import (
     SLOTS,
     StandInPool,
     StandInStates,
+    damage,
     fill,
     fill_states,
     hashes,
@@ -27,7 +28,7 @@ from sglang_pools import (
 )
 
 from kvconnect.errors import UnsupportedModel
-from kvconnect.integrations.sglang import KvConnectStorage, served, server
+from kvconnect.integrations.sglang import KvConnectStorage, server, settings
 from kvconnect.keys import store_key
 
 _INTERFACE = "sglang.srt.mem_cache.hicache_storage"
@@ -168,11 +169,7 @@ def test_a_damaged_state_is_a_miss_and_leaves_its_slot_and_is_saved_anew(opened:
     storage, _ = opened(filled())
     save(storage, names, [4, 2])
     storage.close()
-    for file in (tmp_path / "kv").rglob("*"):
-        if file.is_file() and file.stat().st_size >= 1 << 20:
-            with file.open("r+b") as segment:
-                segment.seek(300)  # inside the state that was saved first
-                segment.write(b"\xff" * 64)
+    damage(tmp_path / "kv")  # inside the state that was saved first
     storage, _ = opened(states := filled())
     before = state_content(states, 5)
     assert hit(storage, names) == 4
@@ -314,4 +311,4 @@ def test_states_whose_layers_or_scales_are_unknown_are_refused(opened: Open):
         opened(StandInStates(), pp_size=2)
     int8 = SimpleNamespace(is_set=lambda name: name == "enable_int8_mamba_checkpoint")
     with pytest.raises(UnsupportedModel, match="int8"):
-        served.refuse_unserved_states(int8, num_stages=1)
+        settings.refuse_unserved_states(int8, num_stages=1)

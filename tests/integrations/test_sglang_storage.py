@@ -12,6 +12,7 @@ from sglang_pools import (
     MHA_LAYOUTS,
     MLA_LAYOUTS,
     StandInPool,
+    damage,
     fill,
     hashes,
     indices,
@@ -100,11 +101,7 @@ def test_damaged_pages_are_misses_and_saved_anew(opened, tmp_path):
     storage, _ = opened()
     storage.batch_set_v1(names, indices(range(5)))
     storage.close()
-    for file in (tmp_path / "kv").rglob("*"):
-        if file.is_file() and file.stat().st_size >= 1 << 20:
-            with file.open("r+b") as segment:
-                segment.seek(2 * 4096 + 300)  # inside the third page
-                segment.write(b"\xff" * 64)
+    damage(tmp_path / "kv", 2 * 4096 + 300)  # inside the third page
     storage, pool = opened()
     assert storage.batch_get_v1(names, indices(range(5, 10))) == [True, True, False, False, False]
     saved = page_content(pool, 0)

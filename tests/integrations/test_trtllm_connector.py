@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import trtllm_interface as trt
+from sglang_pools import damage
 from trtllm_pair import NEWER, OLDER, ROOM, Pair, T, a_prompt, forget_classes
 
 from kvconnect.backends.disk.store import DiskBackend
@@ -165,11 +166,7 @@ def test_a_damaged_store_is_computed(classes, configured, tiny, tmp_path):
     prompt = a_prompt(45)
     with Pair(classes, tiny) as runtime:
         runtime.run(trt.Request(1, prompt), 1)
-    for file in (tmp_path / "kv").rglob("*"):
-        if file.is_file() and file.stat().st_size >= 1 << 20:
-            with file.open("r+b") as opened:
-                opened.seek(300)
-                opened.write(b"\xff" * 64)  # in the first block
+    damage(tmp_path / "kv")  # in the first block
     with Pair(classes, tiny) as runtime:
         assert runtime.run(trt.Request(2, prompt), 1) == 45
     with Pair(classes, tiny) as runtime:  # dropped, and saved anew

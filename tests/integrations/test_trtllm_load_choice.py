@@ -8,16 +8,11 @@ from typing import Any
 
 import pytest
 import trtllm_interface as trt
-from load_clock import FAST, SLOW, Decisions, LoadClock
+from load_clock import Decisions, LoadClock, at_two_speeds
 from trtllm_pair import Pair, T, a_prompt
 
 SIZE = 45
 LOADED = SIZE // T * T
-
-
-@pytest.fixture
-def clock() -> LoadClock:
-    return LoadClock()
 
 
 @pytest.fixture
@@ -47,18 +42,12 @@ def ask(runtime: Any, number: int, name: int) -> int:
     return SIZE + 2 - runtime.run(trt.Request(name, a_prompt(SIZE, seed=number)), 3)
 
 
-def test_a_slow_store_is_not_asked_once_it_is_measured(runtime, clock):
-    clock.token_s = SLOW
+@at_two_speeds
+def test_a_store_is_asked_while_it_is_faster(runtime, clock, token_s, asked, decided):
+    clock.token_s = token_s
     seen = Decisions()
-    assert [ask(runtime, one, 10 + one) for one in range(4)] == [LOADED, 0, 0, 0]
-    assert seen() == {"load": 1, "compute": 3}
-
-
-def test_a_fast_store_is_asked(runtime, clock):
-    clock.token_s = FAST
-    seen = Decisions()
-    assert [ask(runtime, one, 10 + one) for one in range(4)] == [LOADED] * 4
-    assert seen() == {"load": 4}
+    assert [ask(runtime, one, 10 + one) for one in range(4)] == [LOADED * one for one in asked]
+    assert seen() == decided
 
 
 def test_without_decisions_a_slow_store_is_asked(classes, configured, tiny, clock):

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm_configs import attention, engine_config, groups_of
 from vllm_stand_in import PROMPT, Open, T, poll, told
 
 from kvconnect.cli.main import main
@@ -24,7 +25,7 @@ from kvconnect.integrations.vllm.identity import (
 )
 from kvconnect.integrations.vllm.layouts import cache_groups, total_heads
 from kvconnect.integrations.vllm.messages import WorkerReport
-from kvconnect.integrations.vllm.naming import Roles
+from kvconnect.integrations.vllm.requests import Roles
 from kvconnect.integrations.vllm.scheduler import NUM_TOKENS
 from kvconnect.integrations.vllm.stats import CounterSteps
 from kvconnect.keys import Shard
@@ -337,31 +338,11 @@ def test_a_producer_saves_a_prompt_in_the_step_that_computes_it(open_engine: Ope
 # ------------------------------------------------------------------ what vLLM describes
 
 
-def spec(kind: str = "FullAttentionSpec", **more):
-    values = {
-        "block_size": 16,
-        "num_kv_heads": 2,
-        "head_size": 8,
-        "head_size_v": 8,
-        "dtype": torch.float32,
-        "sliding_window": None,
-    }
-    return type(kind, (), values | more)()
-
-
-def config(*groups) -> SimpleNamespace:
-    return SimpleNamespace(
-        kv_cache_groups=[
-            SimpleNamespace(layer_names=names, kv_cache_spec=one) for names, one in groups
-        ]
-    )
-
-
 def test_groups_become_layouts_with_the_layers_in_order():
     groups = cache_groups(
-        config(
-            (["model.layers.10.attn", "model.layers.2.attn"], spec()),
-            (["model.layers.1.attn"], spec("SlidingWindowSpec", sliding_window=64)),
+        groups_of(
+            (["model.layers.10.attn", "model.layers.2.attn"], attention()),
+            (["model.layers.1.attn"], attention("SlidingWindowSpec", sliding_window=64)),
         )
     )
     assert [one.layout.layers for one in groups] == [(2, 10), (1,)]
@@ -372,26 +353,26 @@ def test_groups_become_layouts_with_the_layers_in_order():
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        (spec("ChunkedLocalAttentionSpec"), "ChunkedLocal"),
-        (spec(kv_quant_mode=1), "quantised"),
-        (spec(state_content_bytes=100), "packed"),
-        (spec(num_head_slots=1), "packed"),
+        (attention("ChunkedLocalAttentionSpec"), "ChunkedLocal"),
+        (attention(kv_quant_mode=1), "quantised"),
+        (attention(state_content_bytes=100), "packed"),
+        (attention(num_head_slots=1), "packed"),
         pytest.param(
-            spec(non_causal=True),
+            attention(non_causal=True),
             "causal",
             marks=pytest.mark.planted("bidirectional", "vllm", "refused"),
         ),
         pytest.param(
-            spec("EncoderOnlyAttentionSpec"),
+            attention("EncoderOnlyAttentionSpec"),
             "EncoderOnlyAttentionSpec",
             marks=pytest.mark.planted("encoder-as-decoder", "vllm", "refused"),
         ),
-        (spec(block_size=1), "tokens_per_block: 1 must be at least 2"),
-        (spec(block_size=32), "must have the same"),
+        (attention(block_size=1), "tokens_per_block: 1 must be at least 2"),
+        (attention(block_size=32), "must have the same"),
     ],
 )
 def test_what_is_not_served_is_refused_with_a_sentence(wrong, says):
-    groups = config((["model.layers.0.attn"], wrong), (["model.layers.1.attn"], spec()))
+    groups = groups_of((["model.layers.0.attn"], wrong), (["model.layers.1.attn"], attention()))
     with pytest.raises(ConfigurationError, match=says):
         cache_groups(groups)
 
@@ -401,18 +382,8 @@ def test_what_is_not_served_is_refused_with_a_sentence(wrong, says):
     [(2, 2, 4, 4), (1, 8, 4, 4), (4, 1, 4, 4), (3, 2, 5, 6)],
 )
 def test_heads_of_the_whole_model(rank_heads, size, model_heads, total):
-    groups = cache_groups(config((["layers.0"], spec(num_kv_heads=rank_heads))))
+    groups = cache_groups(groups_of((["layers.0"], attention(num_kv_heads=rank_heads))))
     assert total_heads(groups, Shard(0, size), model_heads) == (total,)
-
-
-def engine_config(**more) -> SimpleNamespace:
-    values = {
-        "parallel_config": SimpleNamespace(pipeline_parallel_size=1),
-        "speculative_config": None,
-        "load_config": SimpleNamespace(load_format="auto"),
-        "model_config": SimpleNamespace(quantization=None, hf_overrides={}),
-    }
-    return SimpleNamespace(**(values | more))
 
 
 def latents(device: str, *, enable_prefix_caching: bool) -> dict[str, SimpleNamespace]:
@@ -503,7 +474,7 @@ def test_settings_that_change_nothing_are_not(plain):
 
 @pytest.mark.planted("cache-dtype", "vllm", "refused")
 def test_a_cache_of_another_dtype_than_the_models_is_apart_and_on_a_cpu_refused():
-    [group] = cache_groups(config((["layers.0"], spec(dtype=torch.bfloat16))))
+    [group] = cache_groups(groups_of((["layers.0"], attention(dtype=torch.bfloat16))))
 
     def computes_in(dtype: torch.dtype, device: str = "cuda") -> SimpleNamespace:
         return engine_config(
@@ -558,7 +529,7 @@ def test_long_factors_of_a_rope_are_in_the_namespace(in_rope, by_layer):
 
 def group(num_kv_heads: int = 2, block_size: int = 16):
     return cache_groups(
-        config((["layers.0"], spec(num_kv_heads=num_kv_heads, block_size=block_size)))
+        groups_of((["layers.0"], attention(num_kv_heads=num_kv_heads, block_size=block_size)))
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from load_clock import FAST, SLOW, Decisions, LoadClock
+from load_clock import SLOW, Decisions, LoadClock, at_two_speeds
 from vllm_stand_in import Open, StandIn, T, poll, told
 
 from kvconnect.integrations.core.load_choice import LoadChoice
@@ -13,11 +13,6 @@ from kvconnect.integrations.vllm.steps import num_computed
 from kvconnect.testing.faults.faulty_backend import FaultyBackend
 
 PROMPTS = [[number + 3 * one % 89 for one in range(10 * T + 2)] for number in range(3, 9)]
-
-
-@pytest.fixture
-def clock() -> LoadClock:
-    return LoadClock()
 
 
 @pytest.fixture
@@ -49,19 +44,13 @@ def ask(engine: StandIn, number: int) -> int:
     return request.cached
 
 
-def test_a_slow_store_is_not_asked_once_it_is_measured(engine, clock):
-    clock.token_s = SLOW
+@at_two_speeds
+def test_a_store_is_asked_while_it_is_faster(engine, clock, token_s, asked, decided):
+    clock.token_s = token_s
     seen = Decisions()
-    assert [ask(engine, number) for number in range(4)] == [10 * T, 0, 0, 0]
-    assert seen() == {"load": 1, "compute": 3}
+    assert [ask(engine, number) for number in range(4)] == [10 * T * one for one in asked]
+    assert seen() == decided
     engine.check_empty()
-
-
-def test_a_fast_store_is_asked(engine, clock):
-    clock.token_s = FAST
-    seen = Decisions()
-    assert [ask(engine, number) for number in range(4)] == [10 * T] * 4
-    assert seen() == {"load": 4}
 
 
 def test_a_request_is_decided_on_once_however_often_it_is_asked_about(engine, clock):

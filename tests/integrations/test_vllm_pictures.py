@@ -13,8 +13,8 @@ from vllm_stand_in import PROMPT, Open, StandIn, T
 
 from kvconnect.digest.doubts import Doubt
 from kvconnect.integrations.vllm import pictures
-from kvconnect.integrations.vllm.naming import Roles
 from kvconnect.integrations.vllm.pictures import FeatureDigests
+from kvconnect.integrations.vllm.requests import Roles
 from kvconnect.trace import metrics
 
 WHOLE = 5 * T

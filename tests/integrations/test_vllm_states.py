@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from enum import IntEnum
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from vllm_configs import attention as attention_of
+from vllm_configs import engine_config, groups_of
 
 from kvconnect.config import KvCacheConfig, KvCacheConnectorConfig
 from kvconnect.connector.data import LlmArgs, RequestData, SchedulerOutput
@@ -17,12 +21,16 @@ from kvconnect.engine.checkpoint.random_model import make_model
 from kvconnect.errors import ConfigurationError
 from kvconnect.integrations.core.offload import EngineScheduler
 from kvconnect.integrations.vllm.caches import group_planes
-from kvconnect.integrations.vllm.drafts import draft_variant, refuse_drafts
-from kvconnect.integrations.vllm.group_order import GroupOrder
-from kvconnect.integrations.vllm.identity import refuse_states, refuse_unserved, variant_of
+from kvconnect.integrations.vllm.identity import (
+    draft_variant,
+    refuse_drafts,
+    refuse_states,
+    refuse_unserved,
+    variant_of,
+)
 from kvconnect.integrations.vllm.layouts import cache_groups, group_order, total_heads
-from kvconnect.integrations.vllm.steps import StepReader
-from kvconnect.integrations.vllm.tracked import Tracked
+from kvconnect.integrations.vllm.requests import Tracked
+from kvconnect.integrations.vllm.steps import GroupOrder, StepReader
 from kvconnect.keys import BlockKey, Shard
 from kvconnect.layout import KvCacheLayout, StateTensor
 from kvconnect.request import LlmRequest
@@ -44,19 +52,7 @@ class Mode(IntEnum):
     TURBOQUANT_4BIT_NC = 7
 
 
-def attention(**more: Any) -> Any:
-    values = {
-        "block_size": T,
-        "num_kv_heads": 2,
-        "head_size": 8,
-        "head_size_v": 8,
-        "dtype": torch.float32,
-        "sliding_window": None,
-        "num_head_slots": None,
-        "state_content_bytes": None,
-        "num_heads": 2,
-    }
-    return type("FullAttentionSpec", (), values | more)()
+attention = partial(attention_of, block_size=T)
 
 
 def recurrent(**more: Any) -> Any:
@@ -72,16 +68,7 @@ def recurrent(**more: Any) -> Any:
     return type("MambaSpec", (), values | more)()
 
 
-def config(*groups: tuple[list[str], Any], num_blocks: int = 4) -> SimpleNamespace:
-    return SimpleNamespace(
-        num_blocks=num_blocks,
-        kv_cache_groups=[
-            SimpleNamespace(layer_names=names, kv_cache_spec=one) for names, one in groups
-        ],
-    )
-
-
-HYBRID = config(
+HYBRID = groups_of(
     (["model.layers.0.linear_attn", "model.layers.2.linear_attn"], recurrent()),
     (["model.layers.1.linear_attn"], recurrent()),
     (["model.layers.3.attn"], attention()),
@@ -102,7 +89,7 @@ def test_groups_of_states_come_last_and_say_what_they_hold():
         recurrent(dtypes=(torch.float16, torch.float32)),
         recurrent(mamba_type=SimpleNamespace(name="MAMBA2")),
     ):
-        [changed] = cache_groups(config((["model.layers.1.linear_attn"], other)))
+        [changed] = cache_groups(groups_of((["model.layers.1.linear_attn"], other)))
         assert changed.layout.fingerprint() != groups[2].layout.fingerprint()
 
 
@@ -115,12 +102,12 @@ def test_groups_of_states_come_last_and_say_what_they_hold():
 )
 def test_states_that_cannot_be_stored_are_refused(more, says):
     with pytest.raises(ConfigurationError, match=says):
-        cache_groups(config((["model.layers.0.linear_attn"], recurrent(**more))))
+        cache_groups(groups_of((["model.layers.0.linear_attn"], recurrent(**more))))
 
 
 def test_a_stage_without_a_layer_of_a_group_is_refused():
     with pytest.raises(ConfigurationError, match="stage of the pipeline"):
-        cache_groups(config(([], recurrent()), (["model.layers.3.attn"], attention())))
+        cache_groups(groups_of(([], recurrent()), (["model.layers.3.attn"], attention())))
 
 
 def test_each_rank_stores_its_part_of_the_states():
@@ -229,99 +216,77 @@ def test_snapshots_are_reported_in_their_step_only():
     assert found == [([1], [10]), ([2], [11]), ([3], [12])]
 
 
-def test_a_snapshot_that_was_not_saved_is_not_saved_later():
-    """By then its block holds another state."""
-    args = LlmArgs(
-        model="m",
-        kv_cache_config=KvCacheConfig(),
-        kv_connector_config=KvCacheConnectorConfig(url="memory:", save_partial_tails=False),
-        layouts=layouts(),
-        model_digest=b"d" * 32,
-    )
-    request = request_of(2 * T)
-    scheduler = EngineScheduler(args)
-    try:
-        scheduler.on_new_request(request)
-        scheduler._finding._prompts[1].lookup.result(30)
-        data = RequestData(
-            request_id=1,
-            new_tokens=[],
-            new_block_ids=[5, 6],
-            computed_position=0,
-            num_scheduled_tokens=2 * T,
-            new_block_ids_by_group=([5, 6], [-1, 9]),
-            priorities=[35, 35],
+@pytest.fixture
+def open_scheduler() -> Iterator[Callable[..., EngineScheduler]]:
+    """Makes the pair's scheduler, which has looked a request up in an empty store."""
+    made: list[EngineScheduler] = []
+
+    def make(request: LlmRequest, *layouts: KvCacheLayout) -> EngineScheduler:
+        args = LlmArgs(
+            model="m",
+            kv_cache_config=KvCacheConfig(),
+            kv_connector_config=KvCacheConnectorConfig(url="memory:", save_partial_tails=False),
+            layouts=layouts,
+            model_digest=b"d" * 32,
         )
-        step = SchedulerOutput()
-        step.new_requests.append(data)
-        meta = scheduler.build_connector_meta(step)
-        ordered = {(block.group, block.block_id) for order in meta.saves for block in order.blocks}
-        assert ordered == {(0, 5), (0, 6), (1, 9)}
-        scheduler.update_from_workers([WorkerMeta({1: 0})])
-        request.num_computed_tokens = 2 * T
-        assert scheduler.request_finished(request, [5, 6])
-        [end] = scheduler.build_idle_meta().ended
-        assert {(block.group, block.block_id) for block in end.blocks} == {(0, 5), (0, 6)}
-    finally:
+        made.append(EngineScheduler(args))
+        made[0].on_new_request(request)
+        made[0]._finding._prompts[1].lookup.result(30)
+        return made[0]
+
+    yield make
+    for scheduler in made:
         scheduler.shutdown()
 
 
-def two_state_groups() -> tuple[KvCacheLayout, ...]:
-    attention, states = layouts()
-    other = KvCacheLayout.of_states([StateTensor(2, "s", (64,), torch.uint8)], T)
-    return attention, states, other
-
-
-def test_every_snapshot_of_an_answer_is_saved_in_its_step():
-    """The engine does not keep it to the end, so none is left for then."""
-    args = LlmArgs(
-        model="m",
-        kv_cache_config=KvCacheConfig(),
-        kv_connector_config=KvCacheConnectorConfig(url="memory:", save_partial_tails=False),
-        layouts=two_state_groups(),
-        model_digest=b"d" * 32,
+def reported(computed: int, scheduled: int, *by_group: list[int]) -> RequestData:
+    """What a step reports of the request."""
+    return RequestData(
+        request_id=1,
+        new_tokens=[],
+        new_block_ids=by_group[0],
+        computed_position=computed,
+        num_scheduled_tokens=scheduled,
+        new_block_ids_by_group=by_group,
+        priorities=[35] * len(by_group[0]),
     )
+
+
+def test_a_snapshot_that_was_not_saved_is_not_saved_later(open_scheduler):
+    """By then its block holds another state."""
+    request = request_of(2 * T)
+    scheduler = open_scheduler(request, *layouts())
+    step = SchedulerOutput()
+    step.new_requests.append(reported(0, 2 * T, [5, 6], [-1, 9]))
+    meta = scheduler.build_connector_meta(step)
+    ordered = {(block.group, block.block_id) for order in meta.saves for block in order.blocks}
+    assert ordered == {(0, 5), (0, 6), (1, 9)}
+    scheduler.update_from_workers([WorkerMeta({1: 0})])
+    request.num_computed_tokens = 2 * T
+    assert scheduler.request_finished(request, [5, 6])
+    [end] = scheduler.build_idle_meta().ended
+    assert {(block.group, block.block_id) for block in end.blocks} == {(0, 5), (0, 6)}
+
+
+def test_every_snapshot_of_an_answer_is_saved_in_its_step(open_scheduler):
+    """The engine does not keep it to the end, so none is left for then."""
     request = request_of(T + 1)
     request.append_tokens(as_token_array(list(range(2 * T))))
-    scheduler = EngineScheduler(args)
-    try:
-        scheduler.on_new_request(request)
-        scheduler._finding._prompts[1].lookup.result(30)
-        found = []
-        for number in range(3):
-            data = RequestData(
-                request_id=1,
-                new_tokens=[],
-                new_block_ids=[5 + number],
-                computed_position=number * T,
-                num_scheduled_tokens=T,
-                new_block_ids_by_group=([5 + number], [15 + number], [25 + number]),
-                priorities=[35],
-            )
-            step = SchedulerOutput()
-            (step.cached_requests if number else step.new_requests).append(data)
-            (order,) = scheduler.build_connector_meta(step).saves
-            found.append({(block.group, block.number, block.block_id) for block in order.blocks})
-        assert found == [{(0, n, 5 + n), (1, n, 15 + n), (2, n, 25 + n)} for n in range(3)]
-        request.num_computed_tokens = 3 * T
-        assert not scheduler.request_finished(request, [5, 6, 7])
-    finally:
-        scheduler.shutdown()
+    other = KvCacheLayout.of_states([StateTensor(2, "s", (64,), torch.uint8)], T)
+    scheduler = open_scheduler(request, *layouts(), other)
+    found = []
+    for number in range(3):
+        data = reported(number * T, T, *([first + number] for first in (5, 15, 25)))
+        step = SchedulerOutput()
+        (step.cached_requests if number else step.new_requests).append(data)
+        (order,) = scheduler.build_connector_meta(step).saves
+        found.append({(block.group, block.number, block.block_id) for block in order.blocks})
+    assert found == [{(0, n, 5 + n), (1, n, 15 + n), (2, n, 25 + n)} for n in range(3)]
+    request.num_computed_tokens = 3 * T
+    assert not scheduler.request_finished(request, [5, 6, 7])
 
 
 # ------------------------------------------------------------------ settings
-
-
-def engine(**more: Any) -> SimpleNamespace:
-    values = {
-        "parallel_config": SimpleNamespace(),
-        "cache_config": SimpleNamespace(cache_dtype="auto"),
-        "speculative_config": None,
-        "load_config": SimpleNamespace(load_format="auto"),
-        "model_config": SimpleNamespace(dtype=torch.float32, quantization=None, hf_overrides={}),
-        "device_config": SimpleNamespace(device_type="cuda"),
-    }
-    return SimpleNamespace(**(values | more))
 
 
 @pytest.mark.parametrize(
@@ -332,21 +297,21 @@ def engine(**more: Any) -> SimpleNamespace:
     ],
 )
 def test_settings_that_states_cannot_be_stored_with_are_refused(more, settings, says):
-    refuse_states(engine(), KvCacheConnectorConfig(url="memory:"))
+    refuse_states(engine_config(), KvCacheConnectorConfig(url="memory:"))
     with pytest.raises(ConfigurationError, match=says):
-        refuse_states(engine(**more), KvCacheConnectorConfig(url="memory:", **settings))
+        refuse_states(engine_config(**more), KvCacheConnectorConfig(url="memory:", **settings))
 
 
 def test_states_are_those_of_one_build_of_an_engine(monkeypatch):
     """Kernels for a CPU have them transposed, under the same shape."""
-    before = variant_of(engine(), layouts())["states"]
-    cpu = engine(device_config=SimpleNamespace(device_type="cpu"))
-    kernels = engine(mamba_config=SimpleNamespace(backend="flashinfer"))
+    before = variant_of(engine_config(), layouts())["states"]
+    cpu = engine_config(device_config=SimpleNamespace(device_type="cpu"))
+    kernels = engine_config(mamba_config=SimpleNamespace(backend="flashinfer"))
     found = {before, variant_of(cpu, layouts())["states"], variant_of(kernels, layouts())["states"]}
     monkeypatch.setattr("kvconnect.integrations.vllm.identity.vllm_version", lambda: "0.99")
-    found.add(variant_of(engine(), layouts())["states"])
+    found.add(variant_of(engine_config(), layouts())["states"])
     assert len(found) == 4
-    assert "states" not in variant_of(engine(), layouts()[:1])
+    assert "states" not in variant_of(engine_config(), layouts()[:1])
 
 
 # ------------------------------------------------------------------ quantised caches
@@ -359,7 +324,7 @@ def test_scales_in_the_page_are_stored_with_it():
         state_content_bytes=24,
         state_content_size_bytes=24,
     )
-    groups = cache_groups(config((["model.layers.0.attn"], inline)))
+    groups = cache_groups(groups_of((["model.layers.0.attn"], inline)))
     cache = torch.arange(4 * 2 * T * 24).to(torch.uint8).view(4, 2, T, 24)
     [planes] = group_planes(groups, {"model.layers.0.attn": cache}, 4)
     whole = torch.cat(planes.views, dim=-1).transpose(1, 2)
@@ -369,7 +334,7 @@ def test_scales_in_the_page_are_stored_with_it():
 
 def test_scales_of_the_checkpoint_leave_keys_and_values_as_they_are():
     by_tensor = attention(kv_quant_mode=Mode.FP8_PER_TENSOR, dtype=torch.uint8)
-    [group] = cache_groups(config((["model.layers.0.attn"], by_tensor)))
+    [group] = cache_groups(groups_of((["model.layers.0.attn"], by_tensor)))
     assert (group.layout.num_kv_heads, group.layout.key_dim) == (2, 8)
 
 
@@ -384,7 +349,7 @@ def test_scales_of_the_checkpoint_leave_keys_and_values_as_they_are():
 def test_what_is_not_described_is_refused(more):
     packed = {"dtype": torch.uint8, "state_content_size_bytes": more.get("state_content_bytes")}
     with pytest.raises(ConfigurationError, match=r"quantised as|packed by"):
-        cache_groups(config((["model.layers.0.attn"], attention(**(packed | more)))))
+        cache_groups(groups_of((["model.layers.0.attn"], attention(**(packed | more)))))
 
 
 def test_each_form_of_a_quantised_cache_has_its_keys(monkeypatch):
@@ -392,7 +357,7 @@ def test_each_form_of_a_quantised_cache_has_its_keys(monkeypatch):
 
     def named(name: str) -> str:
         cache = SimpleNamespace(cache_dtype=name)
-        return variant_of(engine(cache_config=cache), [layout])["kv_cache_dtype"]
+        return variant_of(engine_config(cache_config=cache), [layout])["kv_cache_dtype"]
 
     names = ["fp8", "fp8_e5m2", "fp8_per_token_head", "nvfp4"]
     before = [named(name) for name in names]
@@ -406,7 +371,7 @@ def test_each_form_of_a_quantised_cache_has_its_keys(monkeypatch):
 def test_scales_found_while_running_are_refused():
     found = SimpleNamespace(calculate_kv_scales=True)
     with pytest.raises(ConfigurationError, match="calculate_kv_scales: the scales"):
-        refuse_unserved(engine(cache_config=found))
+        refuse_unserved(engine_config(cache_config=found))
 
 
 # ------------------------------------------------------------------ draft layers

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from vllm_configs import engine_config
 
 from kvconnect.backends.memory.store import MemoryBackend
 from kvconnect.config import KvCacheConfig, KvCacheConnectorConfig
@@ -23,12 +24,11 @@ from kvconnect.errors import ConfigurationError
 from kvconnect.integrations.vllm_tier import identity
 from kvconnect.integrations.vllm_tier import pause as pauses
 from kvconnect.integrations.vllm_tier.identity import ChunkNames, chunk_layout
-from kvconnect.integrations.vllm_tier.loads import ChunkLoads
-from kvconnect.integrations.vllm_tier.lookups import Finder, Known, Lookups, ScanEnd
+from kvconnect.integrations.vllm_tier.lookups import Finder, Lookups
 from kvconnect.integrations.vllm_tier.pause import StepPause
 from kvconnect.integrations.vllm_tier.requests import Parents
-from kvconnect.integrations.vllm_tier.saves import ChunkSave, Saves
 from kvconnect.integrations.vllm_tier.settings import KvConnectTierSettings
+from kvconnect.integrations.vllm_tier.transfers import ChunkLoads, ChunkSave, Saves
 from kvconnect.kernels.blocks.paged import PagedKv
 from kvconnect.testing.faults.faulty_backend import FaultyBackend
 
@@ -53,45 +53,48 @@ def answered(lookups: Lookups, **found: bool) -> None:
     lookups.answer([(name, number, found[f"c{name[0]}"]) for name, number in asked])
 
 
+A, B = request_of("a", {}), request_of("b", {})
+
+
 def test_a_chunk_is_asked_for_once_and_answered_in_a_later_step():
     lookups = Lookups(10)
-    assert lookups.lookup(chunk(1), "a") is Known.ASKED
-    assert lookups.lookup(chunk(1), "a") is Known.AWAITED
-    assert lookups.lookup(chunk(1), "b") is Known.ASKED
+    assert [lookups.lookup(chunk(1), one) for one in (A, A, B)] == [None] * 3
+    assert lookups.unanswered
     [[(asked, number)]] = lookups.take_questions()
     assert (asked, lookups.take_questions()) == (chunk(1), [])
     lookups.answer([(asked, number, True)])
-    assert lookups.lookup(chunk(1), "a") is Known.PRESENT
-    assert lookups.lookup(chunk(1), "b") is Known.PRESENT
+    lookups.unanswered = False
+    assert [lookups.lookup(chunk(1), one) for one in (A, B)] == [True, True]
+    assert not lookups.unanswered
 
 
 def test_what_was_missing_is_asked_for_again_by_the_next_request_only():
     lookups = Lookups(10)
-    lookups.lookup(chunk(1), "a")
+    lookups.lookup(chunk(1), A)
     answered(lookups, c1=False)
-    assert lookups.lookup(chunk(1), "a") is Known.MISSING
+    assert lookups.lookup(chunk(1), A) is False
     assert lookups.take_questions() == []
-    assert lookups.lookup(chunk(1), "b") is Known.ASKED
+    assert lookups.lookup(chunk(1), B) is None
     answered(lookups, c1=True)
-    assert lookups.lookup(chunk(1), "b") is Known.PRESENT
+    assert lookups.lookup(chunk(1), B)
 
 
 def test_what_could_not_be_loaded_does_not_come_up_again_for_those_who_were_told_of_it():
     lookups = Lookups(10)
-    lookups.lookup(chunk(1), "a")
+    lookups.lookup(chunk(1), A)
     answered(lookups, c1=True)
     lookups.missing([chunk(1), chunk(2)])
-    assert lookups.lookup(chunk(1), "a") is Known.MISSING
+    assert lookups.lookup(chunk(1), A) is False
     assert lookups.take_questions() == []
 
 
 def test_what_is_not_answered_in_time_is_missing_and_a_late_answer_is_not_taken():
     lookups = Lookups(0.0)
-    lookups.lookup(chunk(1), "a")
+    lookups.lookup(chunk(1), A)
     [[(asked, number)]] = lookups.take_questions()
-    assert lookups.lookup(chunk(1), "a") is Known.MISSING
+    assert lookups.lookup(chunk(1), A) is False
     lookups.answer([(asked, number, True)])
-    assert lookups.lookup(chunk(1), "a") is Known.MISSING
+    assert lookups.lookup(chunk(1), A) is False
 
 
 @given(
@@ -109,7 +112,7 @@ def test_nothing_is_kept_of_requests_that_ended(steps):
     asked = []
     for what, number, request in steps:
         if what == "lookup":
-            lookups.lookup(chunk(number), request)
+            lookups.lookup(chunk(number), request_of(request, {}))
         elif what == "forget":
             lookups.forget(request)
         elif what == "ask":
@@ -122,30 +125,42 @@ def test_nothing_is_kept_of_requests_that_ended(steps):
     assert not lookups._of_request
 
 
-def look(ends: ScanEnd, request: SimpleNamespace, *chunks: bytes) -> list[bool]:
-    return [ends.is_behind_awaited(one, request) for one in chunks]
+PLACES = {chunk(number, group): 32 * number for number in (1, 2, 3) for group in (0, 1)}
+
+
+def looks(*requests: SimpleNamespace) -> Callable[..., list[bool | None]]:
+    """A function that looks chunks up of which the store has been asked before, in one step."""
+    lookups = Lookups(10)
+    for request in requests:
+        for one in PLACES:
+            lookups.lookup(one, request)
+
+    def look(request: SimpleNamespace, *chunks: bytes, ends_step: bool = False) -> list:
+        if ends_step:
+            lookups.take_questions()
+        return [lookups.lookup(one, request) for one in chunks]
+
+    return look
 
 
 def test_a_look_from_the_front_ends_behind_a_chunk_that_is_waited_for():
-    places = {chunk(number, group): 32 * number for number in (1, 2, 3) for group in (0, 1)}
-    ends, request = ScanEnd(), request_of("a", places)
-    assert look(ends, request, chunk(1), chunk(2)) == [False, True]
+    request, other = request_of("a", PLACES), request_of("b", PLACES)
+    look = looks(request, other)
+    assert look(request, chunk(1), chunk(2)) == [None, False]
     # Another look in the same step, one of another group, another request, and another step.
-    assert look(ends, request, chunk(1), chunk(3), chunk(1, 1), chunk(2, 1)) == [
-        *(False, True),
-        *(False, True),
-    ]
-    assert look(ends, request, chunk(1), chunk(2, 1)) == [False, False]
-    assert look(ends, request_of("b", places), chunk(3, 1)) == [False]
-    ends.end_step()
-    assert look(ends, request, chunk(2), chunk(2)) == [False, False]
+    found = look(request, chunk(1), chunk(3), chunk(1, 1), chunk(2, 1))
+    assert found == [None, False, None, False]
+    assert look(request, chunk(1), chunk(2, 1)) == [None, None]
+    assert look(other, chunk(3, 1)) == [None]
+    assert look(request, chunk(1)) == [None]
+    assert look(request, chunk(2), chunk(2), ends_step=True) == [None, None]
 
 
 def test_a_look_from_the_end_goes_on():
-    places = {chunk(number): 32 * number for number in (1, 2, 3)}
-    ends = ScanEnd()
-    assert look(ends, request_of("a", places), chunk(3), chunk(2), chunk(1)) == [False] * 3
-    assert look(ends, request_of("b", {}), chunk(1), chunk(2)) == [False, False]
+    request, unknown = request_of("a", PLACES), request_of("b", {})
+    look = looks(request, unknown)
+    assert look(request, chunk(3), chunk(2), chunk(1)) == [None] * 3
+    assert look(unknown, chunk(1), chunk(2)) == [None, None]
 
 
 # ---------------------------------------------------------------------- pauses of the scheduler
@@ -479,13 +494,8 @@ def test_a_wrong_setting_is_named(settings, said):
 
 def configuration(**more: object) -> SimpleNamespace:
     """What the tier reads of vLLM's configuration."""
-    parts = {
-        "cache_config": SimpleNamespace(prefix_caching_hash_algo="sha256"),
-        "lora_config": None,
-        "speculative_config": None,
-        "load_config": SimpleNamespace(load_format="auto"),
-    }
-    return SimpleNamespace(**(parts | more))
+    cache = SimpleNamespace(prefix_caching_hash_algo="sha256")
+    return engine_config(**{"cache_config": cache, "lora_config": None} | more)
 
 
 @pytest.mark.parametrize(

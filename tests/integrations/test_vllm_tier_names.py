@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvconnect.integrations.vllm.weight_calls import WeightCalls
+from kvconnect.integrations.vllm.weights import WeightCalls
 from kvconnect.integrations.vllm_tier.requests import NamedTokens
 from kvconnect.integrations.vllm_tier.weights import TierWeights
 from kvconnect.trace import metrics

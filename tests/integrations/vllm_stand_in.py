@@ -19,8 +19,9 @@ from kvconnect.connector.data import LlmArgs
 from kvconnect.integrations.core.load_choice import LoadChoice
 from kvconnect.integrations.core.memory import planes_of
 from kvconnect.integrations.vllm.messages import WorkerReport
-from kvconnect.integrations.vllm.naming import Roles
+from kvconnect.integrations.vllm.requests import Roles
 from kvconnect.integrations.vllm.scheduler import SchedulerHalf
+from kvconnect.integrations.vllm.steps import GroupOrder
 from kvconnect.integrations.vllm.weights import WatchedWeights
 from kvconnect.integrations.vllm.worker import WorkerHalf
 from kvconnect.layout import KvCacheLayout
@@ -97,7 +98,7 @@ class StandIn:
         choice: LoadChoice | None = None,
     ) -> None:
         self.choice = choice or LoadChoice(tokens_per_block=T, max_tokens=chunk, decides=False)
-        self.scheduler = SchedulerHalf(args, "engine=test", roles, self.choice)
+        self.scheduler = SchedulerHalf(args, "engine=test", roles, self.choice, GroupOrder())
         self.worker = WorkerHalf(args)
         self.model = Model()
         # Heads before tokens, keys and values in one row, as vLLM's on a GPU.

@@ -82,7 +82,7 @@ DOORS = {
     "integrations.vllm": "integrations.core connector kernels",
     "integrations.vllm_tier": (
         "integrations.core integrations.vllm.identity integrations.vllm.callers "
-        "integrations.vllm.weights integrations.vllm.weight_calls connector backends kernels"
+        "integrations.vllm.weights connector backends kernels"
     ),
     "engine.sampling": "",
     "operations": (

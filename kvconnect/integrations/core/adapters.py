@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 from kvconnect.digest.content import Content, content_digests
@@ -20,12 +19,6 @@ _SETTINGS = ("adapter_config.json", "new_embeddings.safetensors")
 _Files = tuple[tuple[str, FileIdentity], ...]
 
 
-@dataclass(slots=True)
-class _Known:
-    files: _Files
-    digest: Future[str]
-
-
 class AdapterDigests:
     """The digest of each adapter that a request names, made once, on a thread.
 
@@ -35,7 +28,7 @@ class AdapterDigests:
     """
 
     def __init__(self) -> None:
-        self._known: dict[tuple[int | str, str], _Known] = {}
+        self._known: dict[tuple[int | str, str], tuple[_Files, Future[str]]] = {}
         self._directories: dict[int | str, str] = {}
         self._refused: set[tuple[int | str, str]] = set()
         self._thread = ThreadPoolExecutor(1, "kvconnect-adapter")  # started by the first digest
@@ -58,23 +51,24 @@ class AdapterDigests:
             files = _files(Path(directory))
         except OSError:
             files = ()
-        known = self._known.get(place)
-        if known is None:
-            if not files:
-                self._refuse(f"'{directory}' is no directory with a LoRA adapter in it")
-                return None
-            real = os.path.realpath(directory)
-            if self._directories.setdefault(adapter, real) != real:
-                self._refused.add(place)
-                self._refuse(f"'{directory}' goes by the name of another, {shown(adapter)}")
-                return None
-            digest = self._thread.submit(adapter_digest, Path(directory))
-            known = self._known[place] = _Known(files, digest)
-        elif known.files != files:
+        if place in self._known:
+            loaded, digest = self._known[place]
+            if files == loaded:
+                return digest
             self._refused.add(place)
             self._refuse(f"'{directory}' changed after the engine had loaded it")
             return None
-        return known.digest
+        if not files:
+            self._refuse(f"'{directory}' is no directory with a LoRA adapter in it")
+            return None
+        real = os.path.realpath(directory)
+        if self._directories.setdefault(adapter, real) != real:
+            self._refused.add(place)
+            self._refuse(f"'{directory}' goes by the name of another, {shown(adapter)}")
+            return None
+        digest = self._thread.submit(adapter_digest, Path(directory))
+        self._known[place] = files, digest
+        return digest
 
     def close(self) -> None:
         """Ends the thread. Idempotent."""

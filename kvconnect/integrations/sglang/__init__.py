@@ -6,7 +6,7 @@
 
 SGLang is imported when the class is looked up. May import the shared core and its dependencies.
 Begin with `storage`. `host_pool` reads SGLang's host memory as blocks; `settings` parses the
-configuration.
+configuration and refuses servers; `weights` detects that weights were replaced.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from kvconnect.errors import ConfigurationError
-from kvconnect.integrations.core.long_rope import config_of_directory
+from kvconnect.integrations.core.configuration import config_of_directory
 from kvconnect.integrations.core.models import directory_of
 
 OTHER_FILES = ("pt", "npcache", "mistral", "gguf", "bitsandbytes")

@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import Any
 
 from kvconnect.integrations.core.load_choice import LoadChoice
-from kvconnect.integrations.sglang.updates import REGISTRY
+from kvconnect.integrations.sglang.weights import REGISTRY
 
 _SCHEDULER = "sglang.srt.managers.scheduler"
 _BEGINS, _ENDS = "run_batch", "process_batch_result"

@@ -23,12 +23,16 @@ from kvconnect.integrations.core.load_choice import LoadChoice, PlannedLoad
 from kvconnect.integrations.core.metrics_port import tell_metrics
 from kvconnect.integrations.core.models import digest_of_model
 from kvconnect.integrations.core.requests import RequestMaker, extra_key_of
-from kvconnect.integrations.sglang.host_pool import HostPool
-from kvconnect.integrations.sglang.host_states import HostStates, has_slots, is_last_state
+from kvconnect.integrations.sglang.host_pool import HostPool, HostStates, has_slots, is_last_state
 from kvconnect.integrations.sglang.page_stats import PageStats
-from kvconnect.integrations.sglang.served import refuse_unserved, refuse_unserved_states
 from kvconnect.integrations.sglang.server import Server
-from kvconnect.integrations.sglang.settings import ENGINE, rank_of, storage_settings
+from kvconnect.integrations.sglang.settings import (
+    ENGINE,
+    rank_of,
+    refuse_unserved,
+    refuse_unserved_states,
+    storage_settings,
+)
 from kvconnect.integrations.sglang.steps import steps
 from kvconnect.integrations.sglang.weights import WeightGuard
 from kvconnect.keys import BlockKey

@@ -12,13 +12,13 @@ from transformers import PreTrainedModel
 
 from kvconnect.digest.doubts import Doubt
 from kvconnect.errors import UnsupportedModel
-from kvconnect.integrations.transformers.canary_pass import canary_ids, results_of
-from kvconnect.integrations.transformers.states import (
+from kvconnect.integrations.transformers.cache_layers import (
     empty_cache,
     positions_of,
     recurrent_layers,
     state_tensors,
 )
+from kvconnect.integrations.transformers.guard import canary_ids, results_of
 from kvconnect.integrations.transformers.twin import twin_of
 
 _NUM_TOKENS = 24

@@ -17,7 +17,7 @@ from kvconnect.engine.model.pool_groups import effective_windows, group_layouts
 from kvconnect.engine.model.positions import PositionLimit, position_limit
 from kvconnect.engine.model.seam import LayerShape
 from kvconnect.errors import UnsupportedModel
-from kvconnect.integrations.transformers.states import (
+from kvconnect.integrations.transformers.cache_layers import (
     attention_layers,
     empty_cache,
     recurrent_layers,

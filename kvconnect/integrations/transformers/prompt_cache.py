@@ -26,18 +26,16 @@ from kvconnect.errors import ConfigurationError, UsageError
 from kvconnect.integrations.core.load_choice import LoadChoice
 from kvconnect.integrations.core.requests import RequestMaker
 from kvconnect.integrations.transformers.cache_effects import refuse_effects_of_cache
-from kvconnect.integrations.transformers.cached_row import CachedRow
+from kvconnect.integrations.transformers.cache_layers import empty_cache
 from kvconnect.integrations.transformers.ended_caches import EndedCaches
 from kvconnect.integrations.transformers.geometry import ModelGeometry
 from kvconnect.integrations.transformers.guard import ModelGuard
-from kvconnect.integrations.transformers.hooks import PassHooks
+from kvconnect.integrations.transformers.hooks import PassHooks, PassTimes
 from kvconnect.integrations.transformers.identity import identify
-from kvconnect.integrations.transformers.pass_times import PassTimes
-from kvconnect.integrations.transformers.prefilling import compute_until
 from kvconnect.integrations.transformers.restoring import restore
-from kvconnect.integrations.transformers.rows import PromptRow, prompt_rows
+from kvconnect.integrations.transformers.rows import CachedRow, PromptRow, prompt_rows
 from kvconnect.integrations.transformers.saving import SavingTo
-from kvconnect.integrations.transformers.states import empty_cache
+from kvconnect.integrations.transformers.snapshots import compute_until
 from kvconnect.integrations.transformers.stored_cache import StoredCache
 from kvconnect.integrations.transformers.structure import Change
 from kvconnect.keys import check_salt
@@ -136,15 +134,9 @@ class PromptCache:
         )
         self._maker = RequestMaker(args, None)
         self._store = StoreAccess(args, geometry.device)
-        limit = geometry.limit
-        self._saving = SavingTo(
-            self._store,
-            geometry.layouts,
-            None if limit is None else limit.num_tokens,
-            EndedCaches(_held_nbytes(geometry.device) if held_bytes is None else held_bytes),
-            guard,
-            interval,
-        )
+        held = _held_nbytes(geometry.device) if held_bytes is None else held_bytes
+        ended: EndedCaches[StoredCache] = EndedCaches(held)
+        self._saving = SavingTo(self._store, geometry, ended, guard, interval)
         self._lock = threading.Lock()  # guards the two below, which several threads change
         self._live: weakref.WeakSet[StoredCache] = weakref.WeakSet()
         self._closed = False
@@ -199,10 +191,7 @@ class PromptCache:
         layouts = self._geometry.layouts
         rows = [
             CachedRow(
-                self._maker.make(prompt.tokens, cache_salt=cache_salt),
-                prompt.offset,
-                num_groups=len(self._geometry.attention),
-                num_states=len(self._geometry.states),
+                self._maker.make(prompt.tokens, cache_salt=cache_salt), prompt.offset, layouts
             )
             for prompt in prompts
         ]
@@ -220,7 +209,9 @@ class PromptCache:
             count("engine.request", prompt_tokens=len(prompt.tokens), store_tokens=loaded)
         with self._lock:
             self._live.add(cache)
-        compute_until(self._model, cache, inputs, cache.snapshots.ends)
+        if ends := cache.snapshots.ends:
+            compute_until(self._model, cache, inputs, ends)
+            cache.prefilled()
         return cache
 
     def flush(self, timeout_s: float | None = None) -> bool:

@@ -13,14 +13,14 @@ from kvconnect.connector.io.blocking import StoreAccess
 from kvconnect.connector.io.lookup import Hit, blocks_needed
 from kvconnect.connector.io.orders import BlockLoad
 from kvconnect.integrations.core.load_choice import LoadChoice, PlannedLoad
-from kvconnect.integrations.transformers.cached_row import CachedRow
-from kvconnect.integrations.transformers.states import new_snapshot
-from kvconnect.integrations.transformers.tensors import (
+from kvconnect.integrations.transformers.cache_layers import (
     LayerTensors,
     as_blocks,
     new_layers,
+    new_snapshot,
     state_block,
 )
+from kvconnect.integrations.transformers.rows import CachedRow
 from kvconnect.layout import KvCacheLayout
 
 
@@ -32,7 +32,7 @@ class Restored:
         num_tokens: leading tokens of every row, padding included.
         layers: by number; ``[batch, num_tokens, heads, dim]``. Zeros where there is padding, and
             where a window does not reach any more.
-        states: a snapshot for each group of states; see `states.new_snapshot`.
+        states: a snapshot for each group of states; see `cache_layers.new_snapshot`.
         branch: leading tokens of every row whose keys and values are stored, but not loaded if no
             state is stored there.
     """

@@ -11,16 +11,16 @@ from torch import Tensor
 
 from kvconnect.connector.io.blocking import StoreAccess
 from kvconnect.connector.io.orders import SaveOrder
-from kvconnect.integrations.transformers.cached_row import CachedRow
-from kvconnect.integrations.transformers.ended_caches import EndedCaches
-from kvconnect.integrations.transformers.guard import ModelGuard
-from kvconnect.integrations.transformers.tensors import (
+from kvconnect.integrations.transformers.cache_layers import (
     LayerTensors,
     as_blocks,
     state_block,
     tail_block,
 )
-from kvconnect.layout import KvCacheLayout
+from kvconnect.integrations.transformers.ended_caches import EndedCaches
+from kvconnect.integrations.transformers.geometry import ModelGeometry
+from kvconnect.integrations.transformers.guard import ModelGuard
+from kvconnect.integrations.transformers.rows import CachedRow
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,24 +29,17 @@ class SavingTo:
 
     Attributes:
         store: where.
-        layouts: the layouts of its pool groups.
-        max_tokens: sequences beyond that are not saved any more; ``None``: no limit.
+        geometry: the geometry of the model that computes.
         ended: takes caches in that no one refers to any more.
-        guard: the guard of the model that computes.
+        guard: the guard of the model.
         state_interval: tokens from one snapshot of states to the next.
     """
 
     store: StoreAccess
-    layouts: tuple[KvCacheLayout, ...]
-    max_tokens: int | None
+    geometry: ModelGeometry
     ended: EndedCaches[Any]
     guard: ModelGuard
-    state_interval: int = 0
-
-    @property
-    def states(self) -> tuple[KvCacheLayout, ...]:
-        """The layouts of snapshots; none without recurrent layers."""
-        return tuple(one for one in self.layouts if one.kind == "state")
+    state_interval: int
 
 
 def save_rows(
@@ -68,9 +61,10 @@ def save_rows(
         snapshot: the states after `end` tokens, for each group of states, if they are to be saved.
         tails: the partly filled blocks at the end, too, if the store can find such.
     """
-    store, size = saving.store, saving.layouts[0].tokens_per_block
-    groups = list(zip(store.attached, saving.layouts, strict=True))
-    divisible = all(layout.kind != "state" for layout in saving.layouts)
+    store, layouts = saving.store, saving.geometry.layouts
+    size = layouts[0].tokens_per_block
+    groups = list(zip(store.attached, layouts, strict=True))
+    divisible = not saving.geometry.states
     for number, row in enumerate(rows):
         num_full, rest = divmod(max(0, end - row.offset), size)
         begin = row.offset + num_full * size  # start of the partly filled block

@@ -1,13 +1,16 @@
-"""The snapshots of one cache that wait to be saved, and the tokens behind which they are taken."""
+"""The snapshots of one cache that wait to be saved, and the passes behind which they are taken."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
 
-from kvconnect.integrations.transformers.states import snapshot_of
+from kvconnect.integrations.transformers.cache_layers import positions_of, snapshot_of
 from kvconnect.layout import KvCacheLayout
 
 
@@ -80,3 +83,30 @@ def last_end(prompt_end: int, tokens_per_block: int) -> int:
     Recurrent layers compute a single token with other code, which some models give other limits.
     """
     return max(0, prompt_end - 2) // tokens_per_block * tokens_per_block
+
+
+def compute_until(
+    model: PreTrainedModel,
+    cache: DynamicCache,
+    inputs: Mapping[str, object] | Tensor,
+    ends: Sequence[int],
+) -> None:
+    """Computes a batch of prompts behind what `cache` holds, a pass up to each of `ends`.
+
+    The device computes on when this returns. Passes are the model's own, with its hooks.
+
+    Args:
+        model: computes.
+        cache: is filled.
+        inputs: as `PromptCache.prefill` takes them, without padding.
+        ends: tokens, ascending.
+    """
+    ids: Any = inputs if isinstance(inputs, Tensor) else inputs["input_ids"]
+    ids = ids.to(model.device)
+    names = inspect.signature(model.forward).parameters
+    more: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in names else {}
+    with torch.no_grad():
+        for end in ends:
+            part = ids[:, cache.get_seq_length() : end]
+            positions = positions_of(model, cache, part)
+            model(input_ids=part, past_key_values=cache, use_cache=True, **positions, **more)

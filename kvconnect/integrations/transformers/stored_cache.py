@@ -13,12 +13,7 @@ from transformers import DynamicCache
 
 from kvconnect.digest.doubts import Doubt, note_doubt
 from kvconnect.errors import UsageError
-from kvconnect.integrations.transformers.cached_row import CachedRow
-from kvconnect.integrations.transformers.passes import ComputedPass, placement
-from kvconnect.integrations.transformers.restoring import Restored
-from kvconnect.integrations.transformers.saving import SavingTo, save_rows
-from kvconnect.integrations.transformers.snapshots import Snapshots
-from kvconnect.integrations.transformers.states import (
+from kvconnect.integrations.transformers.cache_layers import (
     attention_layers,
     cached_tensors,
     can_crop,
@@ -27,6 +22,11 @@ from kvconnect.integrations.transformers.states import (
     fill_states,
     layer_tensors,
 )
+from kvconnect.integrations.transformers.passes import ComputedPass, placement
+from kvconnect.integrations.transformers.restoring import Restored
+from kvconnect.integrations.transformers.rows import CachedRow
+from kvconnect.integrations.transformers.saving import SavingTo, save_rows
+from kvconnect.integrations.transformers.snapshots import Snapshots
 from kvconnect.integrations.transformers.structure import Change
 from kvconnect.tokens import TokenArray
 
@@ -76,7 +76,7 @@ class StoredCache(DynamicCache):
         self._computing: ComputedPass | None = None
         self._unread: list[ComputedPass] = []
         self._copied: Any = None  # an event behind all that was computed, on CUDA
-        states = () if saving is None else saving.states
+        states = () if saving is None else saving.geometry.states
         self.snapshots = Snapshots(
             states,
             0 if saving is None else saving.state_interval,
@@ -154,11 +154,11 @@ class StoredCache(DynamicCache):
             changed = saving.guard.glance() if on_loaded or ids.shape[1] > 1 else None
             if changed := changed or saving.guard.autocast_doubt():
                 return changed
-            limit = saving.max_tokens
-            if limit is not None and end - min(row.offset for row in self._rows) > limit:
+            limit, longest = saving.geometry.limit, end - min(row.offset for row in self._rows)
+            if limit is not None and longest > limit.num_tokens:
                 # Keys of all rows are others from here on; those before are as they were.
                 self._followed = False
-            if saving.states and ids.shape[1] == 1:
+            if saving.geometry.states and ids.shape[1] == 1:
                 # Not what a prompt of these tokens computes: see `snapshots.last_end`.
                 self._followed = False
         return ComputedPass(start, end, beyond, conditions)

@@ -12,6 +12,7 @@ state of each request. `bases` finds TensorRT-LLM's own classes.
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -21,13 +22,10 @@ if TYPE_CHECKING:
 __all__ = ["KvConnectScheduler", "KvConnectWorker"]
 
 
+_MODULES = {"KvConnectScheduler": "scheduler", "KvConnectWorker": "worker"}
+
+
 def __getattr__(name: str) -> Any:
-    if name == "KvConnectScheduler":
-        from kvconnect.integrations.trtllm.scheduler import KvConnectScheduler
-
-        return KvConnectScheduler
-    if name == "KvConnectWorker":
-        from kvconnect.integrations.trtllm.worker import KvConnectWorker
-
-        return KvConnectWorker
+    if name in _MODULES:
+        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from kvconnect.errors import ConfigurationError, UnsupportedModel
-from kvconnect.integrations.core.elsewhere import refuse_elsewhere
-from kvconnect.integrations.core.long_rope import (
+from kvconnect.integrations.core.configuration import (
     config_of_directory,
     original_length,
+    refuse,
+    refuse_elsewhere,
     rope_kinds,
 )
 from kvconnect.integrations.core.settings import EngineSettings
@@ -76,13 +77,15 @@ def check_engine(llm_args: object, *, is_named: bool) -> None:
             the others; or the weights are not those of the model's directory, or need not stay so.
         UnsupportedModel: blocks have scales, or a draft model's KV, beside them.
     """
-    for name in ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size"):
-        size = getattr(llm_args, name, 1) or 1
-        if size > 1:
-            raise ConfigurationError(
-                f"{name}={size}: TensorRT-LLM has no way to compute a prompt whose load failed on "
-                "one of several ranks; kvconnect serves it on one rank"
-            )
+    names = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
+    sizes = {name: getattr(llm_args, name, 1) or 1 for name in names}
+    refuse(
+        {
+            f"{name}={size}: TensorRT-LLM has no way to compute a prompt whose load failed on "
+            "one of several ranks; kvconnect serves it on one rank": size > 1
+            for name, size in sizes.items()
+        }
+    )
     _check_weights(llm_args, is_named=is_named)
     drafts = getattr(llm_args, "speculative_config", None)
     if drafts is not None:
@@ -103,18 +106,16 @@ def check_engine(llm_args: object, *, is_named: bool) -> None:
 
 def _check_weights(llm_args: object, *, is_named: bool) -> None:
     extension = getattr(llm_args, "ray_worker_extension_cls", None)
-    if extension is not None:
-        raise ConfigurationError(
+    load_format = _name(getattr(llm_args, "load_format", None))
+    refuse(
+        {
             f"ray_worker_extension_cls={extension!r}: its methods can replace the weights of a "
             "running engine, and kvconnect would not notice: blocks would keep the old name; "
-            "leave it out"
-        )
-    load_format = _name(getattr(llm_args, "load_format", None))
-    if load_format == "dummy":
-        raise ConfigurationError(
+            "leave it out": extension is not None,
             "load_format='dummy': the weights are not those of the model's directory, which keys "
-            "are made of; kvconnect needs real ones"
-        )
+            "are made of; kvconnect needs real ones": load_format == "dummy",
+        }
+    )
     if is_named:
         return
     loader = getattr(llm_args, "checkpoint_loader", None)
@@ -126,12 +127,13 @@ def _check_weights(llm_args: object, *, is_named: bool) -> None:
         if checkpoint_format not in _CHECKPOINT_FORMATS
         else None,
     }
-    for field, value in doubtful.items():
-        if value is not None:
-            raise ConfigurationError(
-                f"{field}={value}: its weights need not be those of the model's directory, which "
-                "keys are made of; name them with model_revision"
-            )
+    refuse(
+        {
+            f"{field}={value}: its weights need not be those of the model's directory, which "
+            "keys are made of; name them with model_revision": value is not None
+            for field, value in doubtful.items()
+        }
+    )
 
 
 def _name(value: object) -> str:

@@ -5,14 +5,13 @@ vLLM's own configuration names it: ``--kv-transfer-config '{"kv_connector": "KvC
 `kvconnect.integrations.core`, the connector below it and kernels. Begin with `connector`; only
 `connector` and `exports` import vLLM.
 
-`scheduler` is the scheduler's half, for which `steps` reads vLLM's steps, and `group_order` the
-snapshots of recurrent states that a step leaves. `worker` is a worker's
-half. `messages` has the messages between the halves. `naming` gives requests their keys; `pictures`
-hashes the inputs beside tokens. `weights` and `weight_calls` detect that the model's weights were
-replaced. `identity` finds the settings of the engine that shape KV, and refuses those that cannot
-be distinguished. `configured` checks settings early, and records when loading may have begun.
-`callers` finds objects that a connector is not given. `layouts` and `caches` describe the engine's
-memory; `stats` counts.
+`scheduler` is the scheduler's half, for which `steps` reads vLLM's steps and the snapshots of
+recurrent states that a step leaves. `worker` is a worker's half. `messages` has the messages
+between the halves. `requests` gives requests their keys; `pictures` hashes the inputs beside
+tokens. `weights` detects that the model's weights were replaced. `identity` finds the settings of
+the engine that shape KV, and refuses those that cannot be distinguished. `configured` checks
+settings early, and records when loading may have begun. `callers` finds objects that a connector is
+not given. `layouts` and `caches` describe the engine's memory; `stats` counts.
 """
 
 from __future__ import annotations

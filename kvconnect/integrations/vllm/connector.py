@@ -25,9 +25,9 @@ from kvconnect.integrations.core.settings import EngineSettings
 from kvconnect.integrations.vllm.caches import base_is_apart, cpu_packing, group_planes
 from kvconnect.integrations.vllm.callers import executor_of_caller, model_of_caller
 from kvconnect.integrations.vllm.configured import lookup_times, settings_of
-from kvconnect.integrations.vllm.drafts import draft_variant
 from kvconnect.integrations.vllm.exports import KvConnectPromMetrics, KvConnectStats
 from kvconnect.integrations.vllm.identity import (
+    draft_variant,
     model_directory,
     model_identity,
     refuse_apart,
@@ -44,11 +44,10 @@ from kvconnect.integrations.vllm.layouts import (
     total_heads,
 )
 from kvconnect.integrations.vllm.messages import StepMeta, WorkerReport
-from kvconnect.integrations.vllm.naming import Roles
+from kvconnect.integrations.vllm.requests import Roles
 from kvconnect.integrations.vllm.scheduler import SchedulerHalf
 from kvconnect.integrations.vllm.stats import CounterSteps
-from kvconnect.integrations.vllm.weight_calls import WeightCalls
-from kvconnect.integrations.vllm.weights import WatchedWeights
+from kvconnect.integrations.vllm.weights import WatchedWeights, WeightCalls
 from kvconnect.integrations.vllm.worker import WorkerHalf
 from kvconnect.keys import Shard
 

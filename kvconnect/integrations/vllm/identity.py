@@ -13,10 +13,8 @@ import torch
 
 from kvconnect.config import KvCacheConnectorConfig
 from kvconnect.errors import ConfigurationError
-from kvconnect.integrations.core.elsewhere import refuse_elsewhere
-from kvconnect.integrations.core.long_rope import original_length
+from kvconnect.integrations.core.configuration import original_length, refuse, refuse_elsewhere
 from kvconnect.integrations.core.models import digest_of_model, directory_of
-from kvconnect.integrations.vllm.drafts import refuse_drafts
 from kvconnect.layout import KvCacheLayout
 
 # Ways to load the safetensors files of the model's directory, or others of it; the rest of vLLM's
@@ -47,32 +45,35 @@ def refuse_unserved(vllm_config: Any, *, is_named: bool = False) -> None:
     Raises:
         ConfigurationError: names the setting of vLLM.
     """
-    parallel = vllm_config.parallel_config
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        if getattr(parallel, name, 1) > 1:
-            raise ConfigurationError(
-                f"{name}={getattr(parallel, name)}: the order in which the ranks share the tokens "
-                "of a block is not described; KvConnect serves 1; use tensor_parallel_size"
-            )
+    names = ("decode_context_parallel_size", "prefill_context_parallel_size")
+    sizes = {name: getattr(vllm_config.parallel_config, name, 1) for name in names}
+    refuse(
+        {
+            f"{name}={size}: the order in which the ranks share the tokens of a block is not "
+            "described; KvConnect serves 1; use tensor_parallel_size": size > 1
+            for name, size in sizes.items()
+        }
+    )
     refuse_drafts(vllm_config.speculative_config)
-    if getattr(getattr(vllm_config, "cache_config", None), "calculate_kv_scales", False):
-        raise ConfigurationError(
+    cache = getattr(vllm_config, "cache_config", None)
+    load_format = str(vllm_config.load_config.load_format)
+    refuse(
+        {
             "calculate_kv_scales: the scales of a quantised cache come from the first prompts, and "
-            "are not in keys; use scales of the checkpoint"
-        )
-    load_format = str(getattr(vllm_config.load_config, "load_format", "auto"))
-    if load_format == "dummy":
-        raise ConfigurationError(
+            "are not in keys; use scales of the checkpoint": (
+                getattr(cache, "calculate_kv_scales", False)
+            ),
             "load_format='dummy': the weights are not those of the model's directory, which keys "
-            "are made of; KvConnect needs real ones"
-        )
-    if not comes_from_directory(vllm_config) and not is_named:
-        raise ConfigurationError(
+            "are made of; KvConnect needs real ones": load_format == "dummy",
             f"load_format='{load_format}': the weights need not be those of the model's directory, "
-            "which keys are made of; name them with model_revision in kv_connector_extra_config"
-        )
-    if callable(getattr(vllm_config.model_config, "hf_overrides", None)):
-        raise ConfigurationError("hf_overrides: keys cannot name a function; give a dictionary")
+            "which keys are made of; name them with model_revision in kv_connector_extra_config": (
+                not comes_from_directory(vllm_config) and not is_named
+            ),
+            "hf_overrides: keys cannot name a function; give a dictionary": callable(
+                getattr(vllm_config.model_config, "hf_overrides", None)
+            ),
+        }
+    )
     _refuse_latents_on_cpu(vllm_config)
 
 
@@ -147,9 +148,10 @@ def refuse_other_dtype_on_cpu(vllm_config: Any, layouts: Sequence[KvCacheLayout]
         return
     for layout in layouts:
         if layout.dtype != dtype and layout.kind != "state":
+            names = f"{dtype_name(layout.dtype)} for a model in {dtype_name(dtype)}"
             raise ConfigurationError(
-                f"kv_cache_dtype: {_name(layout.dtype)} for a model in {_name(dtype)}, and on a "
-                "CPU vLLM stores the model's dtype in any case; use kv_cache_dtype='auto'"
+                f"kv_cache_dtype: {names}, and on a CPU vLLM stores the model's dtype in any case; "
+                "use kv_cache_dtype='auto'"
             )
 
 
@@ -163,16 +165,16 @@ def refuse_states(vllm_config: Any, connector: KvCacheConnectorConfig) -> None:
     Raises:
         ConfigurationError: names the setting.
     """
-    if getattr(vllm_config.cache_config, "use_replayssm", False):
-        raise ConfigurationError(
+    refuse(
+        {
             "use_replayssm: a page then holds a state of earlier tokens and the inputs of later "
-            "ones, and how many is not described; KvConnect serves models without it"
-        )
-    if connector.save_on == "finish":
-        raise ConfigurationError(
+            "ones, and how many is not described; KvConnect serves models without it": (
+                getattr(vllm_config.cache_config, "use_replayssm", False)
+            ),
             "kv_connector_extra_config.save_on='finish': vLLM overwrites recurrent states before a "
-            "request ends; use save_on='full'"
-        )
+            "request ends; use save_on='full'": connector.save_on == "finish",
+        }
+    )
 
 
 def variant_of(
@@ -189,7 +191,7 @@ def variant_of(
     found = settings_of_model(vllm_config)
     attention = [layout for layout in layouts if layout.kind != "state"]
     if any(layout.dtype != model.dtype for layout in attention):
-        found["dtype"] = _name(model.dtype)
+        found["dtype"] = dtype_name(model.dtype)
     if any(layout.dtype.itemsize == 1 for layout in attention):
         found["kv_cache_dtype"] = _quantised(vllm_config)
     if len(attention) < len(layouts):
@@ -286,7 +288,8 @@ def _refuse_latents_on_cpu(vllm_config: Any) -> None:
         )
 
 
-def _name(dtype: object) -> str:
+def dtype_name(dtype: object) -> str:
+    """Returns the name of a torch dtype, such as ``bfloat16``."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -305,3 +308,56 @@ def vllm_version() -> str:
         except PackageNotFoundError:
             continue
     return "?"
+
+
+_WITHOUT_KV = ("ngram", "ngram_gpu", "suffix", "[ngram]")
+_WITH_KV = ("eagle", "eagle3", "mtp", "draft_model")
+# Tokens that these accept are the model's own, whatever was drafted.
+_EXACT = ("standard", "block")
+
+
+def refuse_drafts(speculative: Any) -> None:
+    """Refuses ways to draft in which what is cached of a draft could change an answer.
+
+    A block holds the keys and values of draft layers, too. Those of its last token depend on the
+    token that follows, which is not in the block's key. So drafts may be worse than computed ones.
+
+    Args:
+        speculative: vLLM's ``SpeculativeConfig``, or ``None``.
+
+    Raises:
+        ConfigurationError: names the setting.
+    """
+    if speculative is None or speculative.method in _WITHOUT_KV:
+        return
+    if speculative.method not in _WITH_KV:
+        raise ConfigurationError(
+            f"speculative_config.method='{speculative.method}': what its draft model caches is not "
+            f"described; KvConnect serves {', '.join(_WITH_KV)}, ngram and suffix"
+        )
+    method = str(getattr(speculative, "rejection_sample_method", "standard"))
+    if method not in _EXACT:
+        raise ConfigurationError(
+            f"speculative_config.rejection_sample_method='{method}': accepts tokens that the model "
+            "would not give, so that cached drafts would change answers; KvConnect serves "
+            f"{' and '.join(_EXACT)}"
+        )
+
+
+def draft_variant(speculative: Any, *, since_ns: int | None) -> dict[str, str]:
+    """Returns what names the draft layers in keys; empty if there are none.
+
+    Args:
+        speculative: vLLM's ``SpeculativeConfig``, or ``None``.
+        since_ns: when vLLM may have begun to load the draft model; see `digest_of_model`.
+
+    Raises:
+        ConfigurationError: the directory of the draft model holds none.
+        ModelChanged: the directory has changed since.
+    """
+    if speculative is None or speculative.method in _WITHOUT_KV:
+        return {}
+    model = speculative.draft_model_config
+    directory = directory_of(model.model, revision=getattr(model, "revision", None), cache_dir=None)
+    digest = digest_of_model(directory, since_ns=since_ns)
+    return {"drafts": f"{speculative.method} {digest.hex()}"}

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 
 from kvconnect.errors import ConfigurationError
-from kvconnect.integrations.vllm.group_order import GroupOrder
+from kvconnect.integrations.core.configuration import refuse
+from kvconnect.integrations.vllm.identity import dtype_name
+from kvconnect.integrations.vllm.steps import GroupOrder
 from kvconnect.keys import Shard
 from kvconnect.layout import KvCacheLayout, StateTensor
 
@@ -141,7 +143,7 @@ def _state_group(group: Any, spec: Any, number: int, layers: Mapping[str, int]) 
     )
     # The tensors of a page as vLLM has them, one after the other without gaps.
     tensors = ", ".join(
-        f"{_short(dtype)}{list(shape)}"
+        f"{dtype_name(dtype)}{list(shape)}"
         for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
     )
     kind = str(getattr(spec.mamba_type, "name", spec.mamba_type))
@@ -195,13 +197,8 @@ def _not_on_device(group: Any) -> dict[str, bool]:
 
 
 def _refuse(reasons: Mapping[str, object], layer: str) -> None:
-    for reason, applies in reasons.items():
-        if applies:
-            raise ConfigurationError(f"{_WHERE}: layer '{layer}' cannot be served: {reason}")
-
-
-def _short(dtype: object) -> str:
-    return str(dtype).removeprefix("torch.")
+    where = f"{_WHERE}: layer '{layer}' cannot be served"
+    refuse({f"{where}: {reason}": applies for reason, applies in reasons.items()})
 
 
 def _quantised_as(spec: Any) -> str:

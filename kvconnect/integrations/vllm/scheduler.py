@@ -12,11 +12,9 @@ from kvconnect.errors import ConfigurationError
 from kvconnect.integrations.core.load_choice import LoadChoice
 from kvconnect.integrations.core.offload import EngineScheduler
 from kvconnect.integrations.core.requests import PRIORITY
-from kvconnect.integrations.vllm.group_order import SAME_ORDER, GroupOrder
 from kvconnect.integrations.vllm.messages import StepMeta, WorkerReport
-from kvconnect.integrations.vllm.naming import RequestNames, Roles
-from kvconnect.integrations.vllm.steps import StepReader, held_blocks, num_computed
-from kvconnect.integrations.vllm.tracked import Tracked
+from kvconnect.integrations.vllm.requests import RequestNames, Roles, Tracked
+from kvconnect.integrations.vllm.steps import GroupOrder, StepReader, held_blocks, num_computed
 from kvconnect.integrations.vllm.weights import WeightNames
 from kvconnect.tokens import LateTokens
 from kvconnect.trace import count, warn_once
@@ -49,7 +47,7 @@ class SchedulerHalf:
         extra_key: str | None,
         roles: Roles,
         choice: LoadChoice,
-        groups: GroupOrder = SAME_ORDER,
+        groups: GroupOrder,
     ) -> None:
         self._roles = roles
         self._choice = choice

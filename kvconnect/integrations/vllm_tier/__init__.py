@@ -5,7 +5,7 @@ blocks. It calls them in its scheduler, one chunk at a time. So no call here blo
 moment in steps in which requests wait for the store (`pause`). A fault of the store costs time,
 nothing else.
 
-Begin with `tier`, which vLLM calls. `identity` names a stored chunk. `lookups`, `loads` and `saves`
+Begin with `tier`, which vLLM calls. `identity` names a stored chunk. `lookups` and `transfers`
 use the store through the parts of `kvconnect.connector.io`. `weights` and `requests` detect what
 vLLM's names do not cover. May import the connector's rooms, the digest, the vocabulary, and of
 `kvconnect.integrations.vllm` the modules about weights. vLLM is no dependency: only `tier` imports

@@ -19,6 +19,7 @@ import torch
 
 from kvconnect.digest.model import check_revision
 from kvconnect.errors import ConfigurationError
+from kvconnect.integrations.core.configuration import refuse
 from kvconnect.integrations.vllm.identity import (
     comes_from_directory,
     model_identity,
@@ -151,27 +152,25 @@ def chunks_digest(spec: Any, config: Any, settings: KvConnectTierSettings) -> by
 
 def _check(config: Any) -> None:
     algorithm = config.cache_config.prefix_caching_hash_algo
-    if algorithm not in _HASHES:
-        raise ConfigurationError(
+    drafts = getattr(config.speculative_config, "method", None)
+    refuse(
+        {
             f"prefix_caching_hash_algo={algorithm}: chunks of different tokens could have one "
-            f"name; give {' or '.join(_HASHES)}"
-        )
-    if config.lora_config is not None:
-        raise ConfigurationError(
+            f"name; give {' or '.join(_HASHES)}": algorithm not in _HASHES,
             "enable_lora: vLLM names chunks by an adapter's name and path, so that another adapter "
-            "in its place would be given its KV; use the connector KvConnect, which digests them"
-        )
-    speculative = config.speculative_config
-    if speculative is not None and speculative.method not in _DRAFTS_WITHOUT_MODEL:
-        raise ConfigurationError(
-            f"speculative_config.method={speculative.method}: chunks would hold the KV of a draft "
-            f"model that their names leave out; served are {', '.join(_DRAFTS_WITHOUT_MODEL)}"
-        )
-    if getattr(config.cache_config, "calculate_kv_scales", False):
-        raise ConfigurationError(
+            "in its place would be given its KV; use the connector KvConnect, which digests them": (
+                config.lora_config is not None
+            ),
+            f"speculative_config.method={drafts}: chunks would hold the KV of a draft model that "
+            f"their names leave out; served are {', '.join(_DRAFTS_WITHOUT_MODEL)}": (
+                drafts not in (None, *_DRAFTS_WITHOUT_MODEL)
+            ),
             "calculate_kv_scales: the scales of a quantized cache come from the first prompts, and "
-            "are not in the chunks; use scales of the checkpoint"
-        )
+            "are not in the chunks; use scales of the checkpoint": (
+                getattr(config.cache_config, "calculate_kv_scales", False)
+            ),
+        }
+    )
 
 
 def _model_digest(config: Any, revision: str | None) -> bytes:

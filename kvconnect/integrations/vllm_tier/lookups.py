@@ -7,7 +7,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from itertools import groupby
 from typing import Any
 
@@ -29,15 +28,6 @@ Answers = list[tuple[bytes, int, bool]]
 """The chunks with the number of their question, and whether the store has them."""
 
 
-class Known(Enum):
-    """The answer of a lookup for a request and a chunk."""
-
-    PRESENT = "the store has it"
-    MISSING = "the store does not have it, or has not said so in time"
-    ASKED = "the store is being asked, since just now"
-    AWAITED = "the store has been asked for this request, and has not answered"
-
-
 @dataclass(slots=True, eq=False)
 class _Chunk:
     found: bool | None = None
@@ -53,12 +43,23 @@ class Lookups:
     same request asks only once, and computes the chunk. So a chunk that is found but cannot be
     loaded is not reported again and again.
 
+    vLLM asks for each chunk of a prompt in each step until all are known. Each call costs it
+    several microseconds. A prompt waits if one chunk needs another call, and the scan ends at the
+    first chunk that is missing. So the chunk after an awaited one is reported as missing, if its
+    request has looked it up already. Layers with a window are left out: vLLM scans their chunks
+    from the end, and continues behind a missing one.
+
     Args:
         timeout_s: what is not answered by then counts as missing.
+
+    Attributes:
+        unanswered: a lookup of this step awaits an answer; the caller resets it.
     """
 
     def __init__(self, timeout_s: float) -> None:
+        self.unanswered = False
         self._timeout_s = timeout_s
+        self._awaited: tuple[str, bytes, int] | None = None  # the last one of this scan
         self._chunks: dict[bytes, _Chunk] = {}
         self._of_request: dict[str, set[bytes]] = {}
         self._new: dict[str, list[bytes]] = {}
@@ -68,26 +69,31 @@ class Lookups:
     def __len__(self) -> int:
         return len(self._chunks)
 
-    def lookup(self, chunk: bytes, request: str) -> Known:
-        """Returns whether the store has `chunk`, as far as known; asks the store if needed."""
+    def lookup(self, chunk: bytes, request: Any) -> bool | None:
+        """Returns whether the store has `chunk`; ``None`` before its answer. Asks if needed.
+
+        Args:
+            chunk: vLLM's key.
+            request: vLLM's ``ReqContext``.
+        """
         if self._answers:
             self._take_answers()
-        asked = self._of_request.setdefault(request, set())
+        asked = self._of_request.setdefault(request.req_id, set())
         known = self._chunks.get(chunk)
         if known is None:
             known = self._chunks[chunk] = _Chunk()
-        waiting = Known.AWAITED
-        if chunk not in asked:
-            waiting = Known.ASKED
+        is_new = chunk not in asked
+        if is_new:
             asked.add(chunk)
             known.num_requests += 1
             if known.found is False or known.number < 0:
-                self._question(known, chunk, request)
+                self._question(known, chunk, request.req_id)
         elif known.found is None and time.monotonic() - known.asked_at > self._timeout_s:
             known.found, known.number = False, -1
-        if known.found is None:
-            return waiting
-        return Known.PRESENT if known.found else Known.MISSING
+        if known.found is not None:
+            return known.found
+        self.unanswered = True
+        return False if not is_new and self._is_behind_awaited(chunk, request) else None
 
     def missing(self, chunks: Sequence[bytes]) -> None:
         """Marks `chunks`, which could not be loaded, as missing for requests that asked."""
@@ -101,12 +107,11 @@ class Lookups:
         self.missing(list(self._chunks))
 
     def take_questions(self) -> list[list[tuple[bytes, int]]]:
-        """Returns the new questions: chunks with the numbers that `answer` repeats.
+        """Ends the step's scan; returns the new questions: chunks with numbers for `answer`.
 
         There is one list for each request, in the order of its questions.
         """
-        if not self._new:
-            return []
+        self._awaited = None
         questions = [
             [(chunk, self._chunks[chunk].number) for chunk in chunks if chunk in self._chunks]
             for chunks in self._new.values()
@@ -126,6 +131,17 @@ class Lookups:
             if not known.num_requests:
                 del self._chunks[chunk]
 
+    def _is_behind_awaited(self, chunk: bytes, request: Any) -> bool:
+        """Returns whether `chunk`, which `request` awaits, follows another such in this scan."""
+        last, self._awaited = self._awaited, None
+        end = request.get_offload_key_position(chunk)
+        if end is None:
+            return False
+        if last is not None and last[:2] == (request.req_id, chunk[-4:]) and last[2] < end:
+            return True
+        self._awaited = request.req_id, chunk[-4:], end
+        return False
+
     def _question(self, known: _Chunk, chunk: bytes, request: str) -> None:
         known.found = None
         known.number = self._next_number
@@ -139,40 +155,6 @@ class Lookups:
                 known = self._chunks.get(chunk)
                 if known is not None and known.number == number:
                     known.found = found
-
-
-class ScanEnd:
-    """The position at which vLLM's scan of a prompt's chunks can end, while the store is asked.
-
-    vLLM asks for each chunk of a prompt in each step until all are known. Each call costs it
-    several microseconds. A prompt waits if one chunk needs another call, and the scan ends at the
-    first chunk that is missing. So the chunk after an awaited one is reported as missing, if its
-    request has looked it up already. Layers with a window are left out: vLLM scans their chunks
-    from the end, and continues behind a missing one.
-    """
-
-    def __init__(self) -> None:
-        self._last: tuple[str, bytes, int] | None = None
-
-    def is_behind_awaited(self, chunk: bytes, request: Any) -> bool:
-        """Returns whether `chunk`, which `request` awaits, follows another such in this scan.
-
-        Args:
-            chunk: vLLM's key.
-            request: vLLM's ``ReqContext``.
-        """
-        last, self._last = self._last, None
-        end = request.get_offload_key_position(chunk)
-        if end is None:
-            return False
-        if last is not None and last[:2] == (request.req_id, chunk[-4:]) and last[2] < end:
-            return True
-        self._last = request.req_id, chunk[-4:], end
-        return False
-
-    def end_step(self) -> None:
-        """Ends the scan; the next step begins another."""
-        self._last = None
 
 
 Question = tuple[bytes, int]

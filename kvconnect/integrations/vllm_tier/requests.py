@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvconnect.digest.doubts import Doubt, note_doubt
-from kvconnect.integrations.vllm_tier.saves import ChunkSave
+from kvconnect.integrations.vllm_tier.transfers import ChunkSave
 
 _ALL = 1 << 62
 

@@ -30,12 +30,11 @@ from kvconnect.integrations.vllm_tier.identity import (
     chunk_layout,
     chunks_digest,
 )
-from kvconnect.integrations.vllm_tier.loads import ChunkLoads
-from kvconnect.integrations.vllm_tier.lookups import Answers, Finder, Known, Lookups, ScanEnd
+from kvconnect.integrations.vllm_tier.lookups import Answers, Finder, Lookups
 from kvconnect.integrations.vllm_tier.pause import StepPause
 from kvconnect.integrations.vllm_tier.requests import NamedTokens, Parents
-from kvconnect.integrations.vllm_tier.saves import Saves
 from kvconnect.integrations.vllm_tier.settings import KvConnectTierSettings
+from kvconnect.integrations.vllm_tier.transfers import ChunkLoads, Saves
 from kvconnect.integrations.vllm_tier.weights import TierWeights
 from kvconnect.kernels.blocks.paged import PagedKv
 from kvconnect.layout import KvCacheLayout
@@ -115,8 +114,6 @@ class KvConnectTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         self._named = NamedTokens(self._scheduler)
         timeout_s = given.lookup_timeout_ms / 1e3
         self._lookups = Lookups(timeout_s)
-        self._scan_end = ScanEnd()
-        self._unanswered = False
         self._pause = StepPause()
         names = self._get_names
         self._finder = Finder(self._access, names, self._answered, timeout_s=timeout_s)
@@ -139,7 +136,7 @@ class KvConnectTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
     def lookup(self, key: bytes, req_context: Any) -> Any:
         """Returns whether the store has a chunk; ``RETRY`` before its answer. Does not block.
 
-        ``MISS`` also ends vLLM's scan of the chunks of a waiting prompt: see `ScanEnd`.
+        ``MISS`` also ends vLLM's scan of the chunks of a waiting prompt: see `Lookups`.
         """
         if len(key) != _KEY_NBYTES:
             warn_once(
@@ -149,16 +146,12 @@ class KvConnectTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
             return LookupResult.MISS
         if not self._named.has(key, req_context) or not self._weights.are_named():
             return LookupResult.MISS
-        known = self._lookups.lookup(key, req_context.req_id)
-        if known is Known.PRESENT:
+        found = self._lookups.lookup(key, req_context)
+        if found is None:
+            return LookupResult.RETRY
+        if found:
             self._parents.note(key, req_context)
-            return LookupResult.HIT
-        if known is Known.MISSING:
-            return LookupResult.MISS
-        self._unanswered = True
-        if known is Known.AWAITED and self._scan_end.is_behind_awaited(key, req_context):
-            return LookupResult.MISS
-        return LookupResult.RETRY
+        return LookupResult.HIT if found else LookupResult.MISS
 
     def on_new_request(self, req_context: Any) -> Any:
         """Records the request, and returns an empty context: vLLM's own policy of storing applies.
@@ -177,10 +170,9 @@ class KvConnectTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
     def on_schedule_end(self, context: Any) -> None:
         """Sends this step's questions to the store."""
         self._weights.end_schedule()
-        self._scan_end.end_step()
         if questions := self._lookups.take_questions():
             self._finder.find(questions)
-        unanswered, self._unanswered = self._unanswered, False
+        unanswered, self._lookups.unanswered = self._lookups.unanswered, False
         loads = any(job.is_load for job in tuple(self._jobs.values()))
         self._pause.end_step(waits=unanswered or loads)
 
@@ -289,7 +281,7 @@ class KvConnectTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         with self._changed:
             self._jobs[number] = _Job(chunks, is_load, time.monotonic())
 
-    # ------------------------------------------------------------------ on the store's loop
+    # ------------------------------------------------------------------ on threads of the store
 
     def _answered(self, answers: Answers) -> None:
         self._lookups.answer(answers)

@@ -7,8 +7,7 @@ from typing import Any
 
 from kvconnect.digest.watch import WeightWatch
 from kvconnect.integrations.vllm.callers import model_of
-from kvconnect.integrations.vllm.weight_calls import WeightCalls
-from kvconnect.integrations.vllm.weights import WeightNames
+from kvconnect.integrations.vllm.weights import WeightCalls, WeightNames
 from kvconnect.trace import warn_once
 
 _RESET = "reset_prefix_cache(reset_connector=True)"

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+import pytest
 
 _PICTURES = (
     "torchvision",
@@ -40,6 +44,24 @@ def stand_in_for_torchvision() -> None:
         parent, _, child = name.rpartition(".")
         if parent:
             setattr(sys.modules[parent], child, module)
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from kvconnect.engine.checkpoint.random_model import make_model
+
+    return make_model(tmp_path_factory.mktemp("sglang") / "model", "llama", num_layers=2)
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> Iterator[None]:
+    """What SGLang's launcher publishes."""
+    from sglang.srt.runtime_context import get_parallel
+
+    with get_parallel().override(
+        tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, attn_dcp_size=1, attn_dcp_rank=0
+    ):
+        yield
 
 
 if find_spec("sglang") is not None and find_spec("torchvision") is None:

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "integrations"))
-
 from sglang_pools import LAYERS
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,9 +15,6 @@ from sglang.srt.mem_cache.device_pool_info import (
 from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "integrations"))
-
 from sglang_pools import DIM, HEADS, LATENT, LAYERS, PAGE, PAGES, SLOTS, STATE_LAYERS
 
 CPU = torch.device("cpu")

@@ -13,30 +13,16 @@ pytest.importorskip("sglang", reason="SGLang is not installed here: make test-en
 
 from faulty_store import STORES
 from real_controller import Server
-from sglang.srt.runtime_context import get_parallel
 from sglang_pools import PAGE
 
-from kvconnect.engine.checkpoint.random_model import make_model
 from kvconnect.testing.faults.faulty_backend import BACKEND_FAULTS
+
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 PROMPT = list(range(1, 10 * PAGE + 1))
 """Ten pages."""
 POOLS = [(False, "page_head"), (True, "layer_first")]
 """Whether a pool holds latents, and its layout."""
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("sglang") / "model", "llama", num_layers=2)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank() -> Iterator[None]:
-    """What SGLang's launcher publishes."""
-    with get_parallel().override(
-        tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, attn_dcp_size=1, attn_dcp_rank=0
-    ):
-        yield
 
 
 @pytest.fixture(scope="module", params=POOLS, ids=lambda one: f"{'mla' * one[0]}{one[1]}")

@@ -20,7 +20,6 @@ from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTr
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 from sglang.srt.mem_cache.pool_host import HostPoolGroup, PoolEntry
 from sglang.srt.mem_cache.utils import get_storage_hash_str
-from sglang.srt.runtime_context import get_parallel
 from sglang_pools import (
     PAGE,
     fill,
@@ -31,8 +30,9 @@ from sglang_pools import (
     storage_config,
 )
 
-from kvconnect.engine.checkpoint.random_model import make_model
 from kvconnect.keys import store_key
+
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 PROMPT = list(range(1, 6 * PAGE + 1))
 """Six pages."""
@@ -110,20 +110,6 @@ class HybridServer:
         store = self.storage._access._access.store
         (key,) = self.storage._keys([name])
         store.io.submit(store.backend.delete([store_key(key, group)])).result()
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("sglang") / "model", "llama", num_layers=2)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank() -> Iterator[None]:
-    """What SGLang's launcher publishes."""
-    with get_parallel().override(
-        tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, attn_dcp_size=1, attn_dcp_rank=0
-    ):
-        yield
 
 
 @pytest.fixture

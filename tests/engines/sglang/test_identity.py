@@ -31,18 +31,13 @@ from sglang.srt.model_loader.weight_utils import default_weight_loader
 from sglang.srt.models.llama import LlamaForCausalLM
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.runtime_context import get_context, get_parallel
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "integrations"))
-
-from sglang_pools import PAGE, fill, hashes, indices, storage_config
+from sglang_pools import PAGE, fill, save, storage_config, works
 
 from kvconnect.engine.checkpoint.random_model import ARCHITECTURES, make_model
 from kvconnect.errors import ConfigurationError
 from kvconnect.integrations.sglang import KvConnectStorage, weights
 from kvconnect.integrations.sglang.server import changed_configuration
-from kvconnect.integrations.sglang.updates import RELEASES, WRITES, Updates
-
-PAGES = 3
+from kvconnect.integrations.sglang.weights import RELEASES, WRITES, Updates
 
 # ------------------------------------------------------------------ the resolved configuration
 
@@ -210,24 +205,6 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Started
             one.close()
 
 
-def save(storage: KvConnectStorage) -> list[bool]:
-    done = storage.batch_set_v1(hashes(PAGES), indices(range(PAGES)))
-    assert storage._access.flush(60)
-    return done
-
-
-def works(storage: KvConnectStorage) -> bool:
-    """True if pages are found, loaded and saved; False if none is."""
-    where = indices(range(3, 3 + PAGES))
-    outcomes = {
-        storage.batch_exists(hashes(PAGES)) == PAGES,
-        *storage.batch_get_v1(hashes(PAGES), where),
-        *storage.batch_set_v1(hashes(PAGES, "more"), where),
-    }
-    assert len(outcomes) == 1
-    return outcomes.pop()
-
-
 def from_tensor(updater: Any) -> None:
     weight = torch.full((64, 64), 2.0)
     assert updater.update_weights_from_tensor([("inner.weight", weight)], "direct")[0]
@@ -265,7 +242,7 @@ def between(updater: Any) -> None:
 )
 def test_every_update_of_sglang_ends_the_storage(started, replace):
     scheduler = started.start()
-    assert save(scheduler.storage) == [True] * PAGES
+    assert save(scheduler.storage)
     assert works(scheduler.storage)
     try:
         replace(scheduler.runner.weight_updater)
@@ -334,7 +311,7 @@ def test_a_running_server_is_asked_to_name_its_weights(started):
     assert not refused.success
     assert "model_revision" in refused.message
     assert attach(model_revision="org/name@1").success
-    assert save(started.open[-1]) == [True] * PAGES
+    assert save(started.open[-1])
     assert works(started.open[-1])
     from_group(scheduler.runner.weight_updater)
     assert not works(started.open[-1])

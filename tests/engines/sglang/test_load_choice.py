@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -14,19 +13,17 @@ import torch
 
 pytest.importorskip("sglang", reason="SGLang is not installed here: make test-engines")
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "integrations"))
-
 from load_clock import FAST, SLOW, Decisions, LoadClock
 from real_controller import Server
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.plugins.hook_registry import HookRegistry
-from sglang.srt.runtime_context import get_parallel
 from sglang_pools import PAGE
 
-from kvconnect.engine.checkpoint.random_model import make_model
 from kvconnect.integrations.sglang.steps import steps
+
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 PROMPTS = [list(range(1000 * n, 1000 * n + 12 * PAGE)) for n in range(1, 6)]
 
@@ -62,16 +59,10 @@ def compute(clock: LoadClock, monkeypatch: pytest.MonkeyPatch) -> Callable[[int]
 
 @pytest.fixture
 def server(
-    compute: Callable[[int], None], clock: LoadClock, tmp_path: Path
+    compute: Callable[[int], None], clock: LoadClock, model: Path, tmp_path: Path
 ) -> Iterator[tuple[Server, list[list[torch.Tensor]]]]:
     """One that has computed some batches, and the pages of `PROMPTS`, which its store has."""
-    model = make_model(tmp_path / "model", "llama", num_layers=2)
     with ExitStack() as undo:
-        undo.enter_context(
-            get_parallel().override(
-                tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, attn_dcp_size=1, attn_dcp_rank=0
-            )
-        )
         made = Server(
             model,
             f"disk://{tmp_path}/store?capacity=64MiB",

@@ -7,7 +7,7 @@ from importlib import import_module
 import pytest
 import torch
 
-from kvconnect.integrations.sglang import served, server, weights
+from kvconnect.integrations.sglang import server, settings, weights
 from kvconnect.integrations.sglang.server import Server
 
 pytest.importorskip("sglang", reason="SGLang is not installed here: make test-engines")
@@ -40,7 +40,7 @@ def test_settings_are_those_in_effect(tmp_path):
         *server._SETTINGS,
         *server._STATE_SETTINGS,
         *server._FILES,
-        *served._ELSEWHERE,
+        *settings._ELSEWHERE,
         *weights._MOVING,
     ],
 )

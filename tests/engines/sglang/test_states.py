@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,19 +15,10 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolName,
     PoolTransfer,
 )
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "integrations"))
-
 from sglang_pools import fill, state_round_trip, storage_config
 
-from kvconnect.engine.checkpoint.random_model import make_model
 from kvconnect.errors import UnsupportedModel
 from kvconnect.integrations.sglang import KvConnectStorage
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("sglang") / "model", "llama", num_layers=2)
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
 import time
 from pathlib import Path
 
@@ -17,9 +16,6 @@ from real_pools import host_pool
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 from sglang.srt.observability.metrics_collector import StorageMetricsCollector
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "integrations"))
-
 from sglang_pools import (
     MHA_LAYOUTS,
     MLA_LAYOUTS,
@@ -32,13 +28,7 @@ from sglang_pools import (
     storage_config,
 )
 
-from kvconnect.engine.checkpoint.random_model import make_model
 from kvconnect.integrations.sglang import KvConnectStorage
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("sglang") / "model", "llama", num_layers=2)
 
 
 @pytest.fixture

@@ -171,9 +171,7 @@ def test_beside_vllms_own_connector_from_prefill_to_decode(llama, store, tmp_pat
             # What came from the peer is in this engine's store as well.
             decode.forget_device()
             loads.clear()
-            again = decode.answer(PROMPTS)
-            assert [one.tokens for one in again] == wanted
-            assert [one.cached for one in again] == LOADED
+            decode.check(PROMPTS, wanted, LOADED)
             assert loads == [("store", number) for number in LOADED]
             assert bound == {("peer", "NixlConnectorMetadata"), ("store", "StepMeta")}
             decode.settle()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,17 +27,21 @@ def num_drafted(made) -> float:
     return sum(one.value for one in metrics if one.name == "vllm:spec_decode_num_draft_tokens")
 
 
+def served(model: Path, store: str, *, dtype: str = "float32", **options: Any) -> Iterator[Engine]:
+    """An engine on an empty store, then one on what it saved; both answer as without a store."""
+    with engine(model, None, dtype=dtype) as plain:
+        wanted = plain.tokens(PROMPTS)
+    for cached in ([0, 0, 0], [12 * BLOCK, 6 * BLOCK, BLOCK]):
+        with engine(model, connector(store), dtype=dtype, **options) as made:
+            made.check(PROMPTS, wanted, cached)
+            yield made
+            made.flush()
+
+
 def test_draft_layers_are_cached_with_the_others(make_vllm_model, store):
     model, draft = make_vllm_model(), make_vllm_model(seed=1, num_layers=2)
     speculative = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 2}
-    with engine(model, None) as plain:
-        wanted = plain.tokens(PROMPTS)
-    for cached in ([0, 0, 0], [12 * BLOCK, 6 * BLOCK, BLOCK]):
-        with engine(model, connector(store), speculative_config=speculative) as made:
-            answers = made.answer(PROMPTS)
-            assert [one.tokens for one in answers] == wanted
-            assert [one.cached for one in answers] == cached
-            made.flush()
+    assert len(list(served(model, store, speculative_config=speculative))) == 2
 
 
 def num_stored_layers(made) -> int:
@@ -49,16 +56,9 @@ def test_heads_are_cached_with_their_model(method, make_vllm_model, store, tmp_p
     write = write_eagle if method == "eagle" else write_eagle3
     head = write(tmp_path / "head", layer)
     speculative = {"method": method, "model": str(head), "num_speculative_tokens": 2}
-    with engine(model, None) as plain:
-        wanted = plain.tokens(PROMPTS)
-    for cached in ([0, 0, 0], [12 * BLOCK, 6 * BLOCK, BLOCK]):
-        with engine(model, connector(store), speculative_config=speculative) as made:
-            answers = made.answer(PROMPTS)
-            assert [one.tokens for one in answers] == wanted
-            assert [one.cached for one in answers] == cached
-            assert num_drafted(made) > 0
-            assert num_stored_layers(made) == 3 + 1
-            made.flush()
+    for made in served(model, store, speculative_config=speculative):
+        assert num_drafted(made) > 0
+        assert num_stored_layers(made) == 3 + 1
 
 
 def test_drafts_from_the_prompt_have_no_layers(make_vllm_model, store):
@@ -70,26 +70,15 @@ def test_drafts_from_the_prompt_have_no_layers(make_vllm_model, store):
         wanted = plain.tokens(prompts)
         plain.flush()
     with engine(model, connector(store), speculative_config=speculative) as made:
-        answers = made.answer(prompts)
-        assert [one.tokens for one in answers] == wanted
-        assert [one.cached for one in answers] == [4 * BLOCK]
+        made.check(prompts, wanted, [4 * BLOCK])
 
 
 def test_mtp_layers_are_cached_with_their_model(store, tmp_path):
     model = write_ernie_mtp(tmp_path / "model")
     speculative = {"method": "mtp", "num_speculative_tokens": 1}
-    with engine(model, None, dtype="bfloat16") as plain:
-        wanted = plain.tokens(PROMPTS)
-    for cached in ([0, 0, 0], [12 * BLOCK, 6 * BLOCK, BLOCK]):
-        with engine(
-            model, connector(store), dtype="bfloat16", speculative_config=speculative
-        ) as made:
-            answers = made.answer(PROMPTS)
-            assert [one.tokens for one in answers] == wanted
-            assert [one.cached for one in answers] == cached
-            assert num_drafted(made) > 0
-            assert num_stored_layers(made) == 3 + 1
-            made.flush()
+    for made in served(model, store, dtype="bfloat16", speculative_config=speculative):
+        assert num_drafted(made) > 0
+        assert num_stored_layers(made) == 3 + 1
 
 
 def test_mtp_layers_of_a_hybrid(store, tmp_path):
@@ -133,7 +122,5 @@ def test_stages_of_a_pipeline_store_their_layers(make_vllm_model, store, monkeyp
     for cached in ([0, 0, 0], [12 * BLOCK, 6 * BLOCK, BLOCK]):
         with engine(model, connector(store), core_process=True, pipeline_parallel_size=2) as made:
             made.inside(inside.prepare_stage)
-            answers = made.answer(PROMPTS)
-            assert [one.tokens for one in answers] == wanted
-            assert [one.cached for one in answers] == cached
+            made.check(PROMPTS, wanted, cached)
             made.flush()

@@ -51,27 +51,22 @@ def test_weights_that_are_read_anew_from_another_directory(make_vllm_model, stor
         # A pause that clears caches, and sleep.
         made.llm.sleep(level=1)
         made.llm.wake_up()
-        loaded = made.answer(PROMPTS)
-        assert (tokens(loaded), cached(loaded)) == (wanted[0], LOADED)
+        made.check(PROMPTS, wanted[0], LOADED)
         made.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(new)})
         made.forget_device()
         for _ in range(2):
-            answers = made.answer(PROMPTS)
-            assert (tokens(answers), cached(answers)) == (wanted[1], NOTHING)
+            made.check(PROMPTS, wanted[1], NOTHING)
             made.flush()
             made.forget_device()
         assert made.llm.reset_prefix_cache(reset_connector=True)
         for expected in (NOTHING, LOADED):
-            answers = made.answer(PROMPTS)
-            assert (tokens(answers), cached(answers)) == (wanted[1], expected)
+            made.check(PROMPTS, wanted[1], expected)
             made.flush()
             made.forget_device()
     with engine(old, connector(store)) as fresh:
-        answers = fresh.answer(PROMPTS)
-        assert (tokens(answers), cached(answers)) == (wanted[0], LOADED)
+        fresh.check(PROMPTS, wanted[0], LOADED)
     with engine(new, connector(store)) as other:
-        answers = other.answer(PROMPTS)
-        assert (tokens(answers), cached(answers)) == (wanted[1], NOTHING)
+        other.check(PROMPTS, wanted[1], NOTHING)
 
 
 @pytest.mark.planted("weights-updated", "vllm", "refused")
@@ -86,17 +81,14 @@ def test_weights_that_are_written_to_in_the_worker(llama, store, wanted):
         assert tokens(changed) != wanted[0]
         made.flush()
         made.forget_device()
-        again = made.answer(PROMPTS)
-        assert (tokens(again), cached(again)) == (tokens(changed), NOTHING)
+        made.check(PROMPTS, tokens(changed), NOTHING)
         assert made.llm.reset_prefix_cache(reset_connector=True)
         for expected in (NOTHING, LOADED):
-            answers = made.answer(PROMPTS)
-            assert (tokens(answers), cached(answers)) == (tokens(changed), expected)
+            made.check(PROMPTS, tokens(changed), expected)
             made.flush()
             made.forget_device()
     with engine(llama, connector(store)) as fresh:
-        answers = fresh.answer(PROMPTS)
-        assert (tokens(answers), cached(answers)) == (wanted[0], LOADED)
+        fresh.check(PROMPTS, wanted[0], LOADED)
 
 
 # ---------------------------------------------------------------------- the model's directory
@@ -152,8 +144,7 @@ def test_files_that_vllm_reads_beside_those_that_transformers_reads(
             answers = made.answer(PROMPTS)
             made.flush()
             made.forget_device()
-            again = made.answer(PROMPTS)
-            assert (tokens(again), cached(again)) == (tokens(answers), LOADED)
+            made.check(PROMPTS, tokens(answers), LOADED)
         assert cached(answers) == NOTHING
         found.append(tokens(answers))
     assert found[0] != found[1]

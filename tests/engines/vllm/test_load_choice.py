@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 import time
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("vllm", reason="vllm is not installed here: make test-engines")
 
+from load_clock import Decisions
 from slow_store import BUCKETS
 from vllm_engine import connector, engine, prompts_of
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "integrations"))
-
-from load_clock import Decisions
 
 pytestmark = pytest.mark.engines
 

@@ -71,25 +71,17 @@ def test_two_adapters_and_none_share_nothing(llama, adapters, store):
         assert base.tokens(PROMPTS) == wanted[2]
     with engine(llama, connector(store), **OPTIONS) as made:
         for lora, tokens in zip((first, second), wanted, strict=False):
-            cold = made.answer(PROMPTS, lora=lora)
-            assert [one.tokens for one in cold] == tokens
-            assert [one.cached for one in cold] == NOTHING
+            made.check(PROMPTS, tokens, NOTHING, lora=lora)
             made.flush()
             made.forget_device()
         for lora, tokens in zip((first, second), wanted, strict=False):
-            loaded = made.answer(PROMPTS, lora=lora)
-            assert [one.tokens for one in loaded] == tokens
-            assert [one.cached for one in loaded] == WHOLE
+            made.check(PROMPTS, tokens, WHOLE, lora=lora)
             made.forget_device()
-        mixed = made.answer([PROMPTS[0]] * 2, lora=[second, first])
-        assert [one.tokens for one in mixed] == [wanted[1][0], wanted[0][0]]
-        assert [one.cached for one in mixed] == [480] * 2
+        made.check([PROMPTS[0]] * 2, [wanted[1][0], wanted[0][0]], [480] * 2, lora=[second, first])
         made.forget_device()
         assert made.tokens(PROMPTS) == wanted[2]
     with engine(llama, connector(store)) as base:
-        loaded = base.answer(PROMPTS)
-        assert [one.tokens for one in loaded] == wanted[2]
-        assert [one.cached for one in loaded] == WHOLE
+        base.check(PROMPTS, wanted[2], WHOLE)
 
 
 @pytest.mark.planted("no-adapter", "vllm", "equal")

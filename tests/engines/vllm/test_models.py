@@ -25,9 +25,7 @@ def test_windows_and_several_groups(make_vllm_model, tmp_path, arch, num_groups)
         wanted = [one.tokens for one in cold]
         made.flush()
         made.forget_device()
-        loaded = made.answer(PROMPTS)
-        assert [one.tokens for one in loaded] == wanted
-        assert [one.cached for one in loaded] == [12 * BLOCK, 6 * BLOCK, BLOCK]
+        made.check(PROMPTS, wanted, [12 * BLOCK, 6 * BLOCK, BLOCK])
         for fault in ("swap", "raise"):
             made.forget_device()
             made.inside(inside.plant, "windows", fault, ["load"])

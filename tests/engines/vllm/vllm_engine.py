@@ -154,6 +154,18 @@ class Engine:
             for one in self.outputs
         ]
 
+    def check(
+        self,
+        prompts: Sequence[Sequence[int]],
+        tokens: Sequence[list[int]],
+        cached: Sequence[int],
+        **more: Any,
+    ) -> None:
+        """Answers are these `tokens`, with so many tokens of each prompt `cached`."""
+        answers = self.answer(prompts, **more)
+        assert [one.tokens for one in answers] == list(tokens)
+        assert [one.cached for one in answers] == list(cached)
+
     def tokens(self, prompts: Sequence[Sequence[int]], num_tokens: int = 8, **more: Any):
         return [one.tokens for one in self.answer(prompts, num_tokens, **more)]
 

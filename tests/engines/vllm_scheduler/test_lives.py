@@ -42,9 +42,7 @@ def test_orders_of_the_memory_share_a_store(start, store):
     """By vLLM's names: layers (L), blocks (B), heads (H), tokens (N); the outermost first."""
     for number, layout in enumerate(("LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")):
         with start(connector(store), layout=layout) as made:
-            answers = made.answer(PROMPTS)
-            assert [one.tokens for one in answers] == made.wanted(PROMPTS)
-            assert [one.cached for one in answers] == (WHOLE if number else [0, 0, 0, 0])
+            made.check(PROMPTS, made.wanted(PROMPTS), WHOLE if number else [0, 0, 0, 0])
 
 
 @pytest.mark.parametrize("start", ["v2-overlapping"], indirect=True)
@@ -74,9 +72,7 @@ def test_several_groups_are_loaded_whole_or_not_at_all(start, windows):
         assert made.tokens(PROMPTS) == wanted
         made.flush()
         made.forget_device()
-        loaded = made.answer(PROMPTS)
-        assert [one.tokens for one in loaded] == wanted
-        assert [one.cached for one in loaded] == WHOLE
+        made.check(PROMPTS, wanted, WHOLE)
         store._operations = frozenset({"load"})
         for fault in ("swap", "raise", "lie", "late"):
             made.forget_device()

@@ -87,9 +87,7 @@ def test_a_prompt_of_whole_blocks_leaves_a_token_to_compute(healthy):
     assert made.tokens(prompts) == wanted
     made.flush()
     made.forget_device()
-    loaded = made.answer(prompts)
-    assert [one.tokens for one in loaded] == wanted
-    assert [one.cached for one in loaded] == [4 * SIZE, 0]
+    made.check(prompts, wanted, [4 * SIZE, 0])
 
 
 def test_what_the_device_has_is_not_loaded_and_what_follows_is(healthy):
@@ -141,9 +139,7 @@ def test_reset_while_requests_run(healthy, num_steps):
 def test_reset_of_the_connector_keeps_what_was_saved(healthy):
     made, _ = healthy
     assert made.llm.reset_prefix_cache(reset_connector=True)
-    after = made.answer(PROMPTS)
-    assert [one.tokens for one in after] == made.wanted(PROMPTS)
-    assert [one.cached for one in after] == WHOLE
+    made.check(PROMPTS, made.wanted(PROMPTS), WHOLE)
 
 
 def test_behind_new_weights_nothing_is_found_until_a_reset_names_them(healthy):

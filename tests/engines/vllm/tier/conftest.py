@@ -7,16 +7,12 @@ from __future__ import annotations
 
 import gc
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from tiers import prompt_of, tier
 
 

@@ -1,4 +1,4 @@
-"""The saves of chunks from vLLM's host memory into staging slots, and from there to the store."""
+"""The loads and saves of chunks between vLLM's host memory and the store."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from kvconnect.backend import StoredBlock
 from kvconnect.connector.data import Direction
 from kvconnect.connector.io.access import SAVES_IN_FLIGHT, Access
+from kvconnect.connector.io.load import Loads
+from kvconnect.connector.io.orders import BlockLoad
+from kvconnect.connector.io.runs import RunLoads
 from kvconnect.connector.io.staging import Slot
 from kvconnect.errors import BackendTimeout, KvConnectError
 from kvconnect.integrations.vllm_tier.identity import ChunkNames
@@ -190,3 +193,55 @@ class Saves:
     @staticmethod
     def _now() -> float:
         return asyncio.get_running_loop().time()
+
+
+class ChunkLoads:
+    """The loads of a tier. `submit` and `cancel` may be called on any thread and do not block.
+
+    A load ends at its deadline, or sooner if the store is not used any more. After its end, the
+    host memory is not written any more. The first chunk of a group that cannot be loaded ends its
+    group's load.
+
+    Args:
+        access: to the store, of the host memory.
+        names: returns the present names of chunks in the store.
+        done: called on a thread of the store with a job's number and its chunks that are loaded.
+        timeout_s: deadline of a load.
+    """
+
+    def __init__(
+        self,
+        access: Access,
+        names: Callable[[], ChunkNames],
+        done: Callable[[int, Sequence[bytes]], None],
+        *,
+        timeout_s: float,
+    ) -> None:
+        self._io = access.store.io
+        self._names = names
+        self._done = done
+        self._loads = Loads(access, timeout_s=timeout_s)
+
+    def submit(self, job: int, chunks: Sequence[bytes], rows: Sequence[int]) -> None:
+        """Loads `chunks` into the `rows` of the host memory."""
+        self._io.call_soon(lambda: self._begin(job, chunks, rows))
+
+    def cancel(self) -> None:
+        """Cancels all submitted loads. Every job still ends."""
+        self._loads.cancel()
+
+    def _begin(self, number: int, chunks: Sequence[bytes], rows: Sequence[int]) -> None:
+        groups: dict[bytes, list[tuple[bytes, int]]] = {}
+        for chunk, row in zip(chunks, rows, strict=True):
+            groups.setdefault(chunk[-4:], []).append((chunk, row))
+        names = self._names()
+        runs = [
+            [BlockLoad(names.block_key(chunk), row) for chunk, row in pairs]
+            for pairs in groups.values()
+        ]
+
+        def ended(valid: Sequence[int]) -> None:
+            loaded = zip(groups.values(), valid, strict=True)
+            self._done(number, [chunk for pairs, count in loaded for chunk, _ in pairs[:count]])
+
+        RunLoads(self._loads, runs, ended)

@@ -1,4 +1,4 @@
-"""The ``longrope`` kind of RoPE: which models have other factors for long sequences."""
+"""The configuration of a model: its kinds of RoPE, and parts in another repository."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from kvconnect.digest.doubts import Doubt
+from kvconnect.errors import ConfigurationError
 
 _KINDS = ("longrope", "su")
 _PLACES = ("rope_parameters", "rope_scaling")
@@ -62,3 +65,56 @@ def _ropes(part: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], Mapping
                 yield rope, part
         if name not in _PLACES:
             yield from _ropes(value)
+
+
+# Fields of Ultravox: repositories of the parts that its own repository omits.
+_WEIGHTS = ("text_model_id", "audio_model_id")
+
+
+def refuse(reasons: Mapping[str, object]) -> None:
+    """Refuses a configuration for the first of `reasons` whose value is true.
+
+    Raises:
+        ConfigurationError: with that reason.
+    """
+    for reason, applies in reasons.items():
+        if applies:
+            raise ConfigurationError(reason)
+
+
+def refuse_elsewhere(config: Mapping[str, Any], directory: Path, *, trusts_code: bool) -> None:
+    """Refuses a model of which a part is in a repository that its digest does not cover.
+
+    Args:
+        config: as the engine resolved it.
+        directory: the directory of the model.
+        trusts_code: the engine runs code that the model's files name.
+
+    Raises:
+        ConfigurationError: names the field of the configuration.
+    """
+    weights = {name: config.get(name) for name in _WEIGHTS}
+    code = _texts(config_of_directory(directory).get("auto_map")) if trusts_code else ()
+    refuse(
+        {
+            f"{name}={value}: {Doubt.WEIGHTS_FROM_ELSEWHERE.sentence}, which keys are made of; "
+            "name them with model_revision": value is not None
+            for name, value in weights.items()
+        }
+        | {
+            f"auto_map: '{one}' is code of another repository, which keys do not hold; name "
+            "weights and code with model_revision": "--" in one
+            for one in code
+        }
+    )
+
+
+def _texts(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for one in value.values():
+            yield from _texts(one)
+    elif isinstance(value, list):
+        for one in value:
+            yield from _texts(one)
