@@ -15,7 +15,7 @@ from kvconnect.cache.admission.prompt import Prompt, namespace_of
 from kvconnect.cache.invariants import check_invariants
 from kvconnect.cache.memory.copier import BlockCopier
 from kvconnect.cache.memory.sizing import PoolSizes, pool_sizes
-from kvconnect.cache.pool.block_pool import make_pools
+from kvconnect.cache.pool.block_pool import BlockPool
 from kvconnect.cache.pool.events import EventLog, KvCacheEvent
 from kvconnect.cache.pool.held_blocks import as_id_array
 from kvconnect.cache.pool.matching import Matcher
@@ -83,8 +83,18 @@ class BlockManager(PinTable):
         sizes = sizes or pool_sizes(config, layout, num_blocks, num_host_blocks)
         tree = RadixTree(config.tokens_per_block, len(sizes.layouts))
         self._events = EventLog(config.event_buffer_max_size, sizes, tree)
-        made = make_pools(config, sizes, tree, clock=clock, copier=copier, events=self._events)
-        pools = tuple(made)
+        pools = tuple(
+            BlockPool(
+                group,
+                tree,
+                config=config,
+                sizes=sizes,
+                clock=clock,
+                copier=copier,
+                events=self._events,
+            )
+            for group in range(len(sizes.layouts))
+        )
         slabs = Slabs(pools, tree, geometry=sizes.slabs, copier=copier)
         matcher = Matcher(tree, pools, config)
         super().__init__(tree, pools, slabs, matcher=matcher, layouts=sizes.layouts, config=config)

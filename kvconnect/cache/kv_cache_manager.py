@@ -13,8 +13,8 @@ from torch import Tensor
 from kvconnect.cache.admission.demand import fits_beside, peak_of
 from kvconnect.cache.admission.prompt import Prompt
 from kvconnect.cache.block_manager import BlockManager
-from kvconnect.cache.memory.cache_memory import CacheMemory
 from kvconnect.cache.memory.copier import TensorCopier
+from kvconnect.cache.memory.pool_tensor import CacheMemory
 from kvconnect.cache.memory.sizing import pool_sizes
 from kvconnect.cache.pool.events import KvCacheEvent
 from kvconnect.cache.resource_manager import BaseKVCacheManager, PinnedBlocks

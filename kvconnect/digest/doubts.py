@@ -25,14 +25,11 @@ class Doubt(StrEnum):
         return made
 
     # The model, and the files it was loaded from.
-    MODEL_CHANGED = "model_changed", "the model's files changed while, or after, it was loaded"
-    MODEL_UNKNOWN = "model_unknown", "the files that the weights came from are not known"
     WEIGHTS_FROM_ELSEWHERE = (
         "weights_from_elsewhere",
         "the weights are not those of the model's directory",
     )
     WEIGHTS_CHANGED = "weights_changed", "the model's weights were changed since they were named"
-    BUFFERS_CHANGED = "buffers_changed", "a buffer of the model was changed since it was named"
     SETTINGS_CHANGED = (
         "settings_changed",
         "the model's configuration was changed since it was named",
@@ -49,12 +46,10 @@ class Doubt(StrEnum):
         "adapter_mixed",
         "the engine computes requests without an adapter with those of others",
     )
-    ADAPTER_ATTACHED = "adapter_attached", "an adapter is attached that the model's name leaves out"
 
     # The computation of a pass.
     BIDIRECTIONAL = "bidirectional", "the model's attention also looks ahead"
     WINDOW_UNSEEN = "window_unseen", "a window of the configuration is not passed to attention"
-    POSITIONS = "positions", "positions depend on more than the tokens before them"
     TOO_LONG = "too_long", "the prompt is longer than the positions that keys can name"
     EMBEDDINGS = "embeddings", "embeddings were given instead of tokens"
     MASK = "mask", "the attention mask is more than padding on the left"
@@ -66,7 +61,6 @@ class Doubt(StrEnum):
     OTHER_INPUTS = "other_inputs", "inputs beside tokens were given that keys do not name"
     FOREIGN_PASS = "foreign_pass", "something other than the model's own passes wrote to the cache"
     OTHER_TOKENS = "other_tokens", "other tokens are computed than prefill() was given"
-    CROPPED = "cropped", "the cache was cropped or rearranged"
 
     # The inputs of a request.
     USER_IDENTIFIER = (
@@ -81,7 +75,6 @@ class Doubt(StrEnum):
     UNKNOWN_INPUT = "unknown_input", "the engine says something of it that kvconnect does not know"
 
     # Ranks and runtimes.
-    RANK_SHARE = "rank_share", "the heads that this rank holds are not known"
     REQUEST_RESET = "request_reset", "the engine reset it while it ran"
     STORE_CLOSED = "store_closed", "its store is closed"
 

@@ -14,8 +14,14 @@ from types import MappingProxyType
 from typing import Self
 
 from kvconnect.digest.identity import FileIdentity
-from kvconnect.digest.shard_index import chooses, weight_map
-from kvconnect.digest.weight_files import WEIGHTS, WeightFiles, is_regular, regular_files
+from kvconnect.digest.weight_files import (
+    WEIGHTS,
+    WeightFiles,
+    chooses,
+    is_regular,
+    regular_files,
+    weight_map,
+)
 from kvconnect.errors import ConfigurationError, ModelChanged
 
 _ADAPTER = "adapter_config.json"

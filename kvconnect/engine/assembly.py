@@ -12,11 +12,10 @@ from kvconnect.config import KvCacheConfig
 from kvconnect.connector.data import LlmArgs
 from kvconnect.connector.io.identity import stored_as
 from kvconnect.connector.runtime.manager import KvCacheConnectorManager
-from kvconnect.engine.attachment import Attachment, NoConnector
+from kvconnect.engine.attachment import Attachment, NoConnector, connector_args
 from kvconnect.engine.checkpoint.loading import LoadedModel, load_model
 from kvconnect.engine.engine import Engine
 from kvconnect.engine.explainer import Explainer
-from kvconnect.engine.inbox import Inbox
 from kvconnect.engine.model.model import Model, check_sharing
 from kvconnect.engine.model.pool_groups import CacheGeometry
 from kvconnect.engine.model.state_memory import StateMemory
@@ -26,6 +25,7 @@ from kvconnect.engine.ranks.settings import RankSettings, rank_device
 from kvconnect.engine.request.intake import Intake
 from kvconnect.engine.scheduler import Scheduler
 from kvconnect.engine.snapshots import StateSnapshots
+from kvconnect.engine.thread import Inbox
 from kvconnect.errors import ConfigurationError
 from kvconnect.keys import Shard
 
@@ -113,7 +113,16 @@ def _assembled(options: EngineOptions, leader: Leader | None) -> Assembly:
         max_prompt=None if options.enable_chunked_prefill else options.max_num_tokens,
     )
     inbox: Inbox[Any] = Inbox()
-    args = _connector_args(options, config, geometry, digest)
+    args = None
+    if options.connector_config is not None:
+        args = connector_args(
+            options.directory,
+            config,
+            options.connector_config,
+            geometry,
+            model_digest=loaded.digest,
+            place=Shard(0, options.tensor_parallel_size),
+        )
     attachment = _attached(args, kv, inbox.ring, leader, options.max_batch_size)
     explainer = Explainer(kv, options.connector_config, reuses=config.enable_block_reuse)
     memory = StateMemory.of(
@@ -157,23 +166,6 @@ def _leader(options: EngineOptions) -> Leader | None:
     return start_followers(settings)
 
 
-def _connector_args(
-    options: EngineOptions, config: KvCacheConfig, geometry: CacheGeometry, digest: bytes
-) -> LlmArgs | None:
-    """Returns the arguments of the leader's connector; ``None``: there is none."""
-    if options.connector_config is None:
-        return None
-    return LlmArgs(
-        str(options.directory),
-        config,
-        options.connector_config,
-        layouts=geometry.stored_layouts,
-        model_digest=digest,
-        place=Shard(0, options.tensor_parallel_size),
-        num_kv_heads=geometry.stored_kv_heads,
-    )
-
-
 def _attached(
     args: LlmArgs | None,
     kv: BaseKVCacheManager,
@@ -182,21 +174,22 @@ def _attached(
     max_batch_size: int,
 ) -> Attachment:
     """Attaches the connector of `args`, on every rank."""
-    if leader is None:
-        return NoConnector() if args is None else KvCacheConnectorManager(args, kv, wakeup=wakeup)
-    leader.set_up(kv, max_batch_size)
-    ranks = leader.group.communicator
+    ranks = None
+    if leader is not None:
+        leader.set_up(kv, max_batch_size)
+        ranks = leader.group.communicator
     connector: Attachment = (
         NoConnector(ranks)
         if args is None
         else KvCacheConnectorManager(args, kv, wakeup=wakeup, communicator=ranks)
     )
-    try:
-        leader.wait_until_attached()
-    except BaseException:
-        connector.shutdown()
-        raise
-    leader.on_lost(wakeup)
+    if leader is not None:
+        try:
+            leader.wait_until_attached()
+        except BaseException:
+            connector.shutdown()
+            raise
+        leader.on_lost(wakeup)
     return connector
 
 

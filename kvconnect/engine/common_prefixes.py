@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import TypeAlias
 
 from kvconnect.cache.resource_manager import BaseKVCacheManager
 from kvconnect.keys import BlockKey
 from kvconnect.request import LlmRequest, RequestState
 from kvconnect.tokens import common_length
 
-
-class _Beginning(NamedTuple):
-    """The key under which prompts may share blocks: the namespace and the first block."""
-
-    root: BlockKey
-    tokens: bytes
+_Beginning: TypeAlias = tuple[BlockKey, bytes]
+"""The key under which prompts may share blocks: the namespace's root, and the first block."""
 
 
 class CommonPrefixes:
@@ -93,7 +89,7 @@ def _beginning(request: LlmRequest) -> _Beginning | None:
     chain = request.key_chain
     if len(chain) == 0:
         return None
-    return _Beginning(chain.root, request.tokens.view[: chain.tokens_per_block].tobytes())
+    return chain.root, request.tokens.view[: chain.tokens_per_block].tobytes()
 
 
 def _common_blocks(left: LlmRequest, right: LlmRequest) -> int:

@@ -212,10 +212,10 @@ class Engine:
         """Returns the tokens to compute of `requests`, and their blocks."""
         if not requests:
             return ()
-        tables = [self._kv.get_batch_cache_indices(requests)]
-        for group in range(1, self._num_groups):
-            tables.append(self._kv.get_group_cache_indices(requests, group))  # noqa: PERF401
-        return planned(requests, tables)
+        groups = range(self._num_groups)
+        return planned(
+            requests, [self._kv.get_group_cache_indices(requests, group) for group in groups]
+        )
 
     # ------------------------------------------------------------------ forward
 

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeAlias, Unpack
+from typing import Any, TypeAlias, TypedDict, Unpack
 
 from kvconnect.cache_options import CacheOptions
 from kvconnect.config import KvCacheRetentionConfig
-from kvconnect.engine.keywords import known_keywords
 from kvconnect.engine.model.model import Model
+from kvconnect.engine.options import known_keywords
 from kvconnect.engine.request.chat import ChatFormat, Conversation, as_conversations
-from kvconnect.engine.request.handle import RequestHandle
+from kvconnect.engine.request.handle import RequestHandle, Siblings
 from kvconnect.engine.request.intake import Intake
 from kvconnect.engine.request.live_request import LiveRequest
-from kvconnect.engine.request.options import BatchOptions, ChatOptions, RequestOptions
 from kvconnect.engine.request.output import RequestOutput, StreamChunk
 from kvconnect.engine.request.prompts import Prompt, as_prompts, one_each
-from kvconnect.engine.request.siblings import Siblings
 from kvconnect.engine.request.stops import StopChecker
 from kvconnect.engine.request.tokenizer import Tokenizer
 from kvconnect.engine.thread import EngineThread
@@ -28,6 +26,40 @@ from kvconnect.request import SamplingParams
 Params: TypeAlias = SamplingParams | Mapping[str, object]
 Retention: TypeAlias = KvCacheRetentionConfig | Mapping[str, object]
 Caching: TypeAlias = CacheOptions | Mapping[str, object]
+
+
+class RequestOptions(TypedDict, total=False):
+    """The keyword arguments of `LLM.submit`, which explains them."""
+
+    cache_salt: str | None
+    lora_id: int | str | None
+    extra_key: str | int | None
+    retention: Retention | None
+    kv_transfer_params: dict[str, Any] | None
+    cache: Caching | None
+    trace_headers: Mapping[str, str] | None
+
+
+class BatchOptions(TypedDict, total=False):
+    """The keyword arguments of `LLM.generate`, which explains them."""
+
+    cache_salt: str | Sequence[str | None] | None
+    lora_id: int | str | None
+    extra_key: str | int | None
+    retention: Retention | Sequence[Retention | None] | None
+    kv_transfer_params: dict[str, Any] | Sequence[dict[str, Any] | None] | None
+    cache: Caching | Sequence[Caching | None] | None
+    trace_headers: Mapping[str, str] | None
+
+
+class ChatOptions(TypedDict, total=False):
+    """The keyword arguments of `LLM.chat`; see `ChatFormat`."""
+
+    chat_template: str | None
+    add_generation_prompt: bool
+    continue_final_message: bool
+    tools: Sequence[Mapping[str, object]] | None
+    chat_template_kwargs: Mapping[str, object] | None
 
 
 class Generation:

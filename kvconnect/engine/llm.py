@@ -12,8 +12,7 @@ from kvconnect.config import KvCacheConnectorConfig
 from kvconnect.engine.assembly import Assembly, assembled
 from kvconnect.engine.at_exit import close_at_exit
 from kvconnect.engine.generation import Generation
-from kvconnect.engine.keywords import takes
-from kvconnect.engine.options import EngineOptions
+from kvconnect.engine.options import EngineOptions, takes
 from kvconnect.engine.request.output import EngineStats
 from kvconnect.engine.request.prompts import Prompt
 from kvconnect.engine.thread import EngineThread

@@ -1,11 +1,17 @@
-"""The arguments of `LLM`: the one place that lists, explains and checks them."""
+"""The arguments of `LLM`: the one place that lists, explains and checks them.
+
+Its decorators make a constructor take the fields of a record, and refuse unknown arguments.
+"""
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
+from functools import wraps
 from pathlib import Path
+from typing import Concatenate, ParamSpec, TypeVar
 
 from kvconnect.cache.resource_manager import KVCacheManagerFactory
 from kvconnect.config import DEFAULT_SCHEDULING, KvCacheConfig, KvCacheConnectorConfig
@@ -15,7 +21,7 @@ from kvconnect.engine.checkpoint.hub_cache import model_directory
 from kvconnect.engine.ranks.settings import check_tensor_parallel_size
 from kvconnect.engine.sampling.drafts import NgramSpeculation, Speculation
 from kvconnect.engine.scheduler import SchedulingPolicy
-from kvconnect.errors import ConfigurationError
+from kvconnect.errors import ConfigurationError, nearest
 from kvconnect.events.settings import Events, EventsConfig
 from kvconnect.text import shown
 
@@ -179,3 +185,50 @@ def _manager_factory(given: object) -> KVCacheManagerFactory:
             "makes a cache manager"
         )
     return given
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+S = TypeVar("S")
+
+
+def known_keywords(method: Callable[P, R]) -> Callable[P, R]:
+    """Makes `method` refuse unknown keyword arguments with an error that names the nearest one.
+
+    The method then raises `ConfigurationError` where Python raises ``TypeError``.
+    """
+    known = [name for name in inspect.signature(method).parameters if name != "self"]
+    expected = frozenset(known)
+
+    @wraps(method)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        for name in kwargs.keys() - expected:
+            raise ConfigurationError(
+                f"{type(args[0]).__name__}.{method.__name__}: unknown argument '{name}'; "
+                f"{nearest(name, known)}"
+            )
+        return method(*args, **kwargs)
+
+    return checked
+
+
+def takes(
+    record: Callable[P, R],
+) -> Callable[[Callable[[S, R], None]], Callable[Concatenate[S, P], None]]:
+    """Decorates a constructor with one argument `record`: it accepts the record's arguments.
+
+    So they are listed once, for readers, type checkers and `help` alike. Unknown ones are refused
+    as by `known_keywords`.
+    """
+
+    def decorate(init: Callable[[S, R], None]) -> Callable[Concatenate[S, P], None]:
+        @wraps(init)
+        def taking(self: S, /, *args: P.args, **kwargs: P.kwargs) -> None:
+            init(self, record(*args, **kwargs))
+
+        itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        parameters = inspect.signature(record).parameters.values()
+        vars(taking)["__signature__"] = inspect.Signature([itself, *parameters])
+        return known_keywords(taking)
+
+    return decorate

@@ -52,7 +52,7 @@ class Scheduler:
         loading: requests whose blocks a background load fills, by request id.
         saving: finished requests whose blocks are kept until they are saved, by request id.
         beside_loads: the pace of steps and loads, and the chunks computed beside loads.
-        send_back: preempts a request; the engine sets its own, which notifies the connector.
+        send_back: preempts a request; set by the engine, which notifies the connector.
 
     Raises:
         ConfigurationError: an unknown policy, or a cache manager that cannot rewind drafts.
@@ -101,7 +101,7 @@ class Scheduler:
         self.running: list[LlmRequest] = []
         self.loading: dict[int, LlmRequest] = {}
         self.saving: dict[int, LlmRequest] = {}
-        self.send_back: Callable[[LlmRequest], None] = weakly(self._send_back)
+        self.send_back: Callable[[LlmRequest], None]
         self._failed: dict[int, Exception] = {}  # errors of requests that are in no queue any more
         self._ending: set[int] = set()  # the same errors, taken by the engine
 
@@ -367,10 +367,6 @@ class Scheduler:
         for request in candidates:
             refused += self._take_in([request], batch)
         return refused
-
-    def _send_back(self, request: LlmRequest) -> None:
-        self._kv.free_resources(request)
-        self.put_back(request)
 
     def _is_sound(self, request: LlmRequest) -> bool:
         """Returns whether the manager can compute the demand of `request`; otherwise fails it."""

@@ -6,17 +6,94 @@ import contextlib
 import logging
 import threading
 import traceback
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Generic, TypeAlias, TypeVar
 
 from kvconnect.engine.engine import Engine
-from kvconnect.engine.inbox import Inbox
 from kvconnect.engine.request.live_request import LiveRequest
+from kvconnect.engine.request.owner import Owner
 from kvconnect.errors import EngineClosed
 from kvconnect.trace import metrics
 
 _log = logging.getLogger(__name__)
+
+_Message = TypeVar("_Message")
+
+
+class Inbox(Generic[_Message]):
+    """The messages for one reader, and a bell that wakes it. Only `wait` blocks.
+
+    Attributes:
+        owner: the process of its reader.
+    """
+
+    def __init__(self) -> None:
+        self._messages: deque[_Message] = deque()
+        self._changed = threading.Condition()
+        self._rung = False
+        self._closed = False
+        self._cause: BaseException | None = None
+        self.owner = Owner()
+
+    def post(self, message: _Message) -> None:
+        """Adds `message` and wakes the reader.
+
+        Raises:
+            EngineClosed: the reader has stopped (the cause is the error that ended it, if any), or
+                is in another process.
+        """
+        self.owner.check()
+        with self._changed:
+            self._check_not_closed()
+            self._messages.append(message)
+            self._rung = True
+            self._changed.notify()
+
+    def check_open(self) -> None:
+        """Checks that `post` works.
+
+        Raises:
+            EngineClosed: as `post` does.
+        """
+        self.owner.check()
+        self._check_not_closed()
+
+    def _check_not_closed(self) -> None:
+        if self._closed:
+            what = "the engine was closed" if self._cause is None else "the engine has failed"
+            raise EngineClosed(f"{what}: it takes no more requests") from self._cause
+
+    def ring(self) -> None:
+        """Wakes the reader; if it is awake, its next `wait` returns at once."""
+        with self._changed:
+            self._rung = True
+            self._changed.notify()
+
+    def take(self) -> Iterator[_Message]:
+        """Yields the messages so far, oldest first; removes each when it is yielded."""
+        for _ in range(len(self._messages)):
+            with self._changed:
+                if not self._messages:  # closed meanwhile
+                    return
+                message = self._messages.popleft()
+            yield message
+
+    def wait(self, timeout: float | None) -> bool:
+        """Sleeps until the bell rings, or rang since the last wait; False if `timeout` s passed."""
+        with self._changed:
+            rang = self._changed.wait_for(lambda: self._rung, timeout)
+            self._rung = False
+        return rang
+
+    def close(self, cause: BaseException | None) -> list[_Message]:
+        """Closes the inbox; returns the remaining messages. The first cause is kept."""
+        with self._changed:
+            self._closed, self._cause = True, self._cause or cause
+            left, self._messages = list(self._messages), deque()
+        return left
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,19 +104,12 @@ class Abort:
 
 
 @dataclass(frozen=True, slots=True)
-class ResetCache:
-    """The message to drop all cached blocks.
-
-    Attributes:
-        dropped: whether all blocks were dropped; set by the engine's thread.
-    """
-
-    dropped: Future[bool] = field(default_factory=Future)
-
-
-@dataclass(frozen=True, slots=True)
 class Close:
     """The message to end all requests and the thread."""
+
+
+Message: TypeAlias = LiveRequest | Abort | Close | Future[bool]
+"""The future is the message to drop all cached blocks; its result says whether they were."""
 
 
 class EngineThread:
@@ -55,7 +125,7 @@ class EngineThread:
     def __init__(
         self,
         engine: Engine,
-        inbox: Inbox[LiveRequest | Abort | ResetCache | Close],
+        inbox: Inbox[Message],
         *,
         close_s: float | None = None,
         after_step: Callable[[], None] | None = None,
@@ -106,9 +176,9 @@ class EngineThread:
         Raises:
             EngineClosed: as `post` does.
         """
-        message = ResetCache()
-        self._inbox.post(message)
-        return message.dropped.result()
+        dropped: Future[bool] = Future()
+        self._inbox.post(dropped)
+        return dropped.result()
 
     def close(self, *, wait: bool = True) -> None:
         """Makes the engine abort running requests and drain its connector; blocks if `wait`.
@@ -168,8 +238,8 @@ class EngineThread:
                     self._engine.admit(message)
                 case Abort():
                     self._engine.abort(message.request_id)
-                case ResetCache():
-                    message.dropped.set_result(self._engine.reset_cache())
+                case Future():
+                    message.set_result(self._engine.reset_cache())
                 case Close():
                     self._closing = True
 
@@ -180,8 +250,8 @@ class EngineThread:
         for message in left:
             if isinstance(message, LiveRequest):
                 message.fail(late)
-            elif isinstance(message, ResetCache):
-                message.dropped.set_exception(late)
+            elif isinstance(message, Future):
+                message.set_exception(late)
         self._engine.fail_all(late)
 
 

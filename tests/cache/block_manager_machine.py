@@ -17,15 +17,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from naive_manager import NaiveManager
 from slot_content import SlotContent
+from small_prompts import chain_of
 
 from kvconnect.cache.admission.prompt import Prompt
 from kvconnect.cache.block_manager import BlockManager
 from kvconnect.cache.pool import matching
 from kvconnect.config import KvCacheConfig, KvCacheRetentionConfig
 from kvconnect.errors import KvConnectError
-from kvconnect.keys import BlockKey, KeyChain, Namespace, chain_key
+from kvconnect.keys import BlockKey, Namespace, chain_key
 from kvconnect.layout import KvCacheLayout, StateTensor
-from kvconnect.tokens import TokenBuffer
 
 SALTS = [None, "a", "b"]
 ROOTS = {salt: BlockKey(bytes([number]) * 32) for number, salt in enumerate(SALTS)}
@@ -173,7 +173,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
     # -------------------------------------------------------------- what is compared
 
     def chain(self, tokens, salt):
-        return KeyChain(ROOTS[salt], self.size, TokenBuffer(np.array(tokens, np.int32)))
+        return chain_of(tokens, self.size, ROOTS[salt])
 
     def both(self, name, *args, **kwargs):
         """The results of both, or ``None`` twice if both refuse in the same way."""

@@ -9,23 +9,12 @@ from dataclasses import astuple
 from types import SimpleNamespace
 
 import naive_match
-from naive_admission import NaiveAdmission
-from naive_blocks import Block, Node, Pin, Pool
+from naive_blocks import Block, Node, Pin, Pool, Sequence, check_position, check_tokens
+from naive_match import NaiveAdmission
 from naive_publishing import NaivePublishing
-from naive_sequence import Sequence, check_position, check_tokens
 from naive_states import NaiveStates
 
 from kvconnect import errors
-
-
-class NoCopier:
-    def onboard(self, group, host_ids, ids):
-        pass
-
-    offload = onboard
-
-    def copy_tokens(self, group, source, target, num_tokens, *, from_host=False):
-        pass
 
 
 class NaiveManager(NaiveAdmission, NaivePublishing, NaiveStates):
@@ -34,10 +23,10 @@ class NaiveManager(NaiveAdmission, NaivePublishing, NaiveStates):
     With `states`, the pool of the smallest window is one of recurrent states.
     """
 
-    def __init__(self, config, num_blocks, num_host_blocks, *, clock, copier=None, states=False):
+    def __init__(self, config, num_blocks, num_host_blocks, *, clock, copier, states=False):
         self.size = config.tokens_per_block
         self.config = config
-        self.copier = copier or NoCopier()
+        self.copier = copier
         windows = sorted(num_blocks, key=lambda window: -(window or float("inf")))
         self.pools = [
             Pool(

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import naive_match
-from naive_blocks import Block
-from naive_sequence import check_position
+from naive_blocks import Block, check_position
 
 from kvconnect import errors
 

@@ -9,18 +9,17 @@ import itertools
 import random
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
+from small_prompts import request_of
 
 from kvconnect.cache.block_manager import BlockManager
 from kvconnect.cache.kv_cache_manager import KVCacheManager
 from kvconnect.cache.pool.matching import first_in_window
 from kvconnect.config import KvCacheConfig
 from kvconnect.errors import OutOfBlocks
-from kvconnect.keys import BlockKey
 from kvconnect.layout import KvCacheLayout, StateTensor
-from kvconnect.request import ExternalMatch, LlmRequest, SamplingParams, ScheduledBatch
+from kvconnect.request import ExternalMatch, LlmRequest, ScheduledBatch
 
 T = 2
 LAYOUT = KvCacheLayout(1, 1, 1, 1, T, torch.float32)
@@ -229,13 +228,7 @@ def windowed(window: int, chunk: int, num_blocks: int = 100) -> KVCacheManager:
 
 
 def loading(manager: KVCacheManager, number: int, num_tokens: int, end: int) -> LlmRequest:
-    request = LlmRequest(
-        number,
-        np.arange(num_tokens, dtype=np.int32),
-        chain_root=BlockKey(bytes(32)),
-        tokens_per_block=T,
-        sampling_params=SamplingParams(max_tokens=4),
-    )
+    request = request_of(number, range(num_tokens), T, max_tokens=4)
     manager.set_external_matcher(Matcher(end))
     batch = ScheduledBatch([request])
     manager.prepare_resources(batch)
@@ -286,9 +279,7 @@ def test_without_blocks_nothing_changes() -> None:
 
 
 def test_two_windows_may_be_more_than_a_request_needs() -> None:
-    request = LlmRequest(
-        1, np.zeros(100, np.int32), chain_root=BlockKey(bytes(32)), tokens_per_block=T
-    )
+    request = request_of(1, [0] * 100, T)
     manager = windowed(30, 4)
     assert manager.fits_beside(request, 0, 90)
     assert not manager.fits_beside(request, 40, 90)
@@ -336,8 +327,6 @@ def test_the_snapshot_that_computing_begins_with_is_held_until_it_is_copied() ->
 def test_without_room_for_both_snapshots_a_request_waits_for_its_load() -> None:
     for num_states in (1, 2):
         manager = stateful(num_states)
-        request = LlmRequest(
-            1, np.arange(41, dtype=np.int32), chain_root=BlockKey(bytes(32)), tokens_per_block=T
-        )
+        request = request_of(1, range(41), T)
         assert manager.fits_beside(request, 0, 38)
         assert manager.fits_beside(request, 10, 38) == (num_states == 2)

@@ -8,18 +8,16 @@ from __future__ import annotations
 import itertools
 import random as randoms
 
-import numpy as np
 import pytest
 import torch
 from block_manager_machine import ROOTS, SALTS, some_config, some_retention, some_tokens
 from slot_content import JUNK, SlotContent
+from small_prompts import chain_of
 
 from kvconnect.cache.block_manager import BlockManager
 from kvconnect.cache.memory.sizing import PoolSizes, SlabGeometry
 from kvconnect.errors import OutOfBlocks
-from kvconnect.keys import KeyChain
 from kvconnect.layout import KvCacheLayout
-from kvconnect.tokens import TokenBuffer
 
 WINDOWS = [(None, 4), (None, 6, 3), (9, 2)]
 
@@ -140,7 +138,7 @@ class Elastic:
         if random.random() < 0.3:
             given["first_chunk"] = random.randint(1, 10)
         fits, name = self.manager.can_add(tokens, **given), next(self.names)
-        given["keys"] = KeyChain(ROOTS[salt], self.size, TokenBuffer(np.array(tokens, np.int32)))
+        given["keys"] = chain_of(tokens, self.size, ROOTS[salt])
         if random.random() < 0.4:
             given["retention"] = some_retention(random)
         self.known.append((tokens, salt))

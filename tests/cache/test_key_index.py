@@ -1,19 +1,19 @@
 """A key is hashed once, whether it is asked for first by the chain of a request or by the tree."""
 
-import numpy as np
+from functools import partial
+
 import pytest
 import torch
+from small_prompts import chain_of
 
 from kvconnect import KvCacheConfig, keys
 from kvconnect.cache.admission.prompt import Prompt
 from kvconnect.cache.block_manager import BlockManager
 from kvconnect.cache.tree import key_index
-from kvconnect.keys import BlockKey, KeyChain, chain_keys, split_keys
+from kvconnect.keys import BlockKey, chain_keys, split_keys
 from kvconnect.layout import KvCacheLayout
-from kvconnect.tokens import TokenBuffer
 
 T = 4
-ROOT = BlockKey(b"r" * 32)
 PROMPT = list(range(10 * T))
 
 
@@ -37,8 +37,7 @@ def make(**config):
     return BlockManager(KvCacheConfig(tokens_per_block=T, **config), layout, num_blocks=64)
 
 
-def chain(tokens, root=ROOT):
-    return KeyChain(root, T, TokenBuffer(np.array(tokens, np.int32)))
+chain = partial(chain_of, size=T)
 
 
 def serve(manager, number, tokens, chain):
@@ -132,7 +131,7 @@ def test_a_chain_of_other_tokens_is_not_believed():
 def test_a_chain_of_another_root_is_not_believed():
     manager = asked_by_key()
     serve(manager, 0, PROMPT[: 4 * T], chain(PROMPT[: 4 * T]))
-    other = chain(PROMPT, BlockKey(b"o" * 32))
+    other = chain(PROMPT, root=BlockKey(b"o" * 32))
     manager.add_sequence(1, PROMPT, keys=other)
     assert other.num_hashed == 0
     names = other.keys()

@@ -7,42 +7,27 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from small_prompts import request_of
 
 from kvconnect.cache.kv_cache_manager import KVCacheManager
 from kvconnect.config import KvCacheConfig
 from kvconnect.errors import ConfigurationError, OutOfBlocks
-from kvconnect.keys import BlockKey
 from kvconnect.layout import KvCacheLayout
-from kvconnect.request import (
-    ExternalMatch,
-    LlmRequest,
-    RequestState,
-    SamplingParams,
-    ScheduledBatch,
-)
+from kvconnect.request import ExternalMatch, RequestState, ScheduledBatch
 
 T = 4
 LAYOUT = KvCacheLayout(2, 2, 3, 3, T, torch.float32)
-LATENT = KvCacheLayout(2, 1, 5, 0, T, torch.float32)
-UNEQUAL = KvCacheLayout(2, 2, 5, 3, T, torch.float32)
 
 
-def make_manager(num_blocks=16, layout=LAYOUT, **settings):
-    config = KvCacheConfig(tokens_per_block=T, **settings)
-    return KVCacheManager(config, [layout], num_blocks=num_blocks)
+def make_manager(num_blocks=16):
+    return KVCacheManager(KvCacheConfig(tokens_per_block=T), [LAYOUT], num_blocks=num_blocks)
 
 
 _numbers = itertools.count()
 
 
 def make_request(prompt, max_tokens=8):
-    return LlmRequest(
-        next(_numbers),
-        np.asarray(prompt, np.int32),
-        chain_root=BlockKey(bytes(32)),
-        tokens_per_block=T,
-        sampling_params=SamplingParams(max_tokens=max_tokens),
-    )
+    return request_of(next(_numbers), prompt, T, max_tokens=max_tokens)
 
 
 def prefill(manager, request):
@@ -87,21 +72,6 @@ class Matcher:
         self.allocated.append((request, block_ids))
 
 
-def test_a_later_chunk_allocates_nothing():
-    manager = make_manager()
-    request = make_request(range(10))
-    batch = ScheduledBatch(context_requests=[request])
-    manager.prepare_resources(batch)
-    assert request.state is RequestState.CONTEXT
-    assert request.num_computed_tokens == 0
-    request.num_computed_tokens = 5
-    manager.update_resources(batch)
-    manager.prepare_resources(batch)
-    assert batch.context_requests == [request]
-    assert request.num_computed_tokens == 5
-    assert manager.get_num_free_blocks() == 13
-
-
 def test_what_does_not_fit_is_refused_and_unchanged():
     manager = make_manager(num_blocks=2)
     request = make_request(range(9))
@@ -142,70 +112,30 @@ def test_rejected_drafts_give_way_to_what_was_sampled():
     assert manager.blocks.match([*range(6), 900, 50, 51, 1]) == 8
 
 
-def test_a_rewind_drops_the_last_tokens():
-    manager = make_manager()
-    request = make_request(range(6))
-    prefill(manager, request)
-    request.draft_tokens = np.array([50, 51, 52], np.int32)
-    manager.prepare_resources(ScheduledBatch(generation_requests=[request]))
-    assert manager.get_num_free_blocks() == 13
-    manager.rewind(request, 2)
-    assert manager.blocks.num_tokens(request.request_id) == 8
-    assert manager.get_num_free_blocks() == 14
-
-
-@pytest.mark.parametrize("max_tokens", [1, 2, 5, 9])
-@pytest.mark.parametrize("prompt_len", range(1, 4 * T + 1))
-def test_the_blocks_needed_to_completion_are_exact(prompt_len, max_tokens):
-    manager = make_manager()
-    request = make_request(range(prompt_len), max_tokens)
-    needed = manager.get_needed_resource_to_completion(request)
-    prefill(manager, request)
-    while True:
-        held = len(manager.blocks.block_ids(request.request_id))
-        assert held + manager.get_needed_resource_to_completion(request) == needed
-        if request.num_generated_tokens == max_tokens:
-            break
-        decode(manager, request, 901)
-    assert manager.blocks.num_allocated_blocks() == needed
-
-
-@pytest.mark.parametrize("num_drafts", [1, 3, T, 2 * T])
-@pytest.mark.parametrize("prompt_len", range(1, 4 * T + 1))
-def test_drafts_are_counted_in_the_blocks_needed(prompt_len, num_drafts):
-    manager = make_manager(num_blocks=32)
-    request = make_request(range(prompt_len), max_tokens=2)
-    prefill(manager, request)
-    request.draft_tokens = np.arange(num_drafts, dtype=np.int32)
-    held = manager.blocks.num_allocated_blocks()
-    needed = manager.get_needed_resource_to_completion(request)
-    manager.prepare_resources(ScheduledBatch(generation_requests=[request]))
-    assert manager.blocks.num_allocated_blocks() == held + needed
-
-
 WINDOWS = [2, 3, T, T + 1, 2 * T, 3 * T + 1]
 
 
-def most_held(manager, request, window, cuts, num_generated):
-    """The most blocks of the pool of `window` that `request` holds until its end."""
-    held = []
+def held_by_pool(manager):
+    return [manager.blocks.num_allocated_blocks(window=one.window) for one in manager.layouts]
 
-    def look():
-        held.append(manager.blocks.num_allocated_blocks(window=window))
 
+def most_held(manager, request, cuts, num_generated):
+    """The most blocks of each pool that `request` holds until its end."""
+    held, needed = [], manager.needed_blocks(request)
     for cut in cuts:
         manager.prepare_resources(ScheduledBatch(context_requests=[request]))
-        look()
+        held.append(held_by_pool(manager))
         request.num_computed_tokens += cut
         manager.update_resources(ScheduledBatch(context_requests=[request]))
     request.state = RequestState.GENERATION
     for _ in range(num_generated):
         request.append_tokens(np.array([900], np.int32))
+        assert held_by_pool(manager)[0] + manager.needed_blocks(request)[0] == needed[0]
         manager.prepare_resources(ScheduledBatch(generation_requests=[request]))
-        look()
+        held.append(held_by_pool(manager))
         request.num_computed_tokens = request.num_tokens
         manager.update_resources(ScheduledBatch(generation_requests=[request]))
-    return max(held)
+    return tuple(map(max, zip(*held, strict=True)))
 
 
 def cuts_of(num_tokens, longest):
@@ -228,42 +158,42 @@ def windowed(window, chunk=None):
 
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("num_generated", [0, 1, T, 3 * T])
-def test_the_blocks_that_a_window_needs_are_exact(window, num_generated):
+def test_the_blocks_needed_to_completion_are_exact(window, num_generated):
     for prompt_len in range(1, 4 * T + 1):
         manager = windowed(window)
         request = make_request(range(prompt_len), max_tokens=num_generated + 1)
-        needed = manager.needed_blocks(request)[1]
-        assert most_held(manager, request, window, [prompt_len], num_generated) == needed
+        needed = manager.needed_blocks(request)
+        assert most_held(manager, request, [prompt_len], num_generated) == needed
 
 
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize(
     "chunk", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, T, T + 1))]
 )
-def test_the_blocks_that_a_window_needs_are_those_of_the_worst_chunks(window, chunk):
+def test_the_blocks_needed_are_those_of_the_worst_chunks(window, chunk):
     for prompt_len in (T - 1, 2 * T, 2 * T + 1):
         request = make_request(range(prompt_len), max_tokens=2)
-        needed = windowed(window, chunk).needed_blocks(request)[1]
+        needed = windowed(window, chunk).needed_blocks(request)
         held = {
-            most_held(windowed(window, chunk), make_request(range(prompt_len), 2), window, cuts, 1)
+            most_held(windowed(window, chunk), make_request(range(prompt_len), 2), cuts, 1)
             for cuts in cuts_of(prompt_len, chunk)
         }
-        assert max(held) == needed
+        assert tuple(map(max, zip(*held, strict=True))) == needed
 
 
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("num_drafts", [1, T, 2 * T])
-def test_a_window_counts_drafts_too(window, num_drafts):
+def test_drafts_are_counted_in_the_blocks_needed(window, num_drafts):
     for prompt_len in range(1, 4 * T + 1):
         manager = windowed(window)
         request = make_request(range(prompt_len), max_tokens=2)
-        most_held(manager, request, window, [prompt_len], 0)
+        most_held(manager, request, [prompt_len], 0)
         request.append_tokens(np.array([900], np.int32))
         request.draft_tokens = np.arange(num_drafts, dtype=np.int32)
-        held = manager.blocks.num_allocated_blocks(window=window)
-        needed = manager.needed_blocks(request)[1]
+        both = zip(held_by_pool(manager), manager.needed_blocks(request), strict=True)
+        expected = [held + needed for held, needed in both]
         manager.prepare_resources(ScheduledBatch(generation_requests=[request]))
-        assert manager.blocks.num_allocated_blocks(window=window) == held + needed
+        assert held_by_pool(manager) == expected
 
 
 def test_without_external_tokens_the_matcher_learns_of_the_blocks():
@@ -351,33 +281,6 @@ def test_priorities_are_those_of_the_blocks():
     prefill(manager, request)
     assert manager.get_priorities(request) == [35, 35, 35]
     assert manager.get_priorities(request, 2) == [35]
-
-
-def test_the_pool_is_zeroed_aligned_and_seen_through_the_views():
-    manager = make_manager(num_blocks=3)
-    pool = manager.pool_tensor()
-    assert pool.shape == LAYOUT.flat_shape(3)
-    assert pool.is_contiguous()
-    assert pool.data_ptr() % 4096 == 0
-    assert not pool.any()
-    buffers = manager.get_buffers(1)
-    assert buffers.shape == (3, 2, T, 2, 3)
-    buffers[2, 1, 3, 1, 2] = 7.0
-    assert pool[2, 1, 1, -1] == 7.0
-
-
-@pytest.mark.parametrize("layout", [UNEQUAL, LATENT])
-def test_keys_and_values_of_different_size_are_two_views(layout):
-    manager = make_manager(num_blocks=3, layout=layout)
-    keys, values = manager.get_buffers(1)
-    assert keys.shape == (3, T, layout.num_kv_heads, layout.key_dim)
-    assert values.shape == (3, T, layout.num_kv_heads, layout.value_dim)
-    keys[1] = 1.0
-    values[1] = 2.0
-    plane = manager.pool_tensor()[1, 1, 0]
-    assert (plane[: keys[1].numel()] == 1.0).all()
-    assert (plane[keys[1].numel() :] == 2.0).all()
-    assert manager.pool_tensor()[:, 0].eq(0).all()
 
 
 def test_a_foreign_handle_is_refused():

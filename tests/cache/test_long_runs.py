@@ -2,18 +2,17 @@
 
 import numpy as np
 import torch
+from small_prompts import chain_of
 
 from kvconnect import KvCacheConfig
 from kvconnect.cache.block_manager import BlockManager
 from kvconnect.cache.tree.radix_tree import RadixTree
-from kvconnect.cache.tree.residence import Residence
-from kvconnect.keys import BlockKey, KeyChain, Namespace
+from kvconnect.cache.tree.segment import Residence
+from kvconnect.keys import Namespace
 from kvconnect.layout import KvCacheLayout
-from kvconnect.tokens import TokenBuffer
 
 T = 2
 PRIMARY, HOST = 256, 1024
-ROOT = BlockKey(b"r" * 32)
 
 
 def run(num_blocks, first):
@@ -21,8 +20,7 @@ def run(num_blocks, first):
 
 
 def add(manager, number, tokens):
-    chain = KeyChain(ROOT, T, TokenBuffer(tokens))
-    manager.add_sequence(number, tokens, keys=chain)
+    manager.add_sequence(number, tokens, keys=chain_of(tokens, T))
     manager.commit(number, len(tokens))
     manager.release(number)
 
@@ -43,27 +41,6 @@ def test_what_is_offloaded_block_by_block_is_joined_again():
             manager.check_invariants()
         assert manager.match(long) == (PRIMARY - 1) * T - 1
         assert num_segments(manager, long) < PRIMARY // 16
-
-
-def test_keys_find_what_was_joined():
-    manager = BlockManager(
-        KvCacheConfig(tokens_per_block=T),
-        KvCacheLayout(1, 1, 1, 1, T, torch.float32),
-        num_blocks=PRIMARY,
-        num_host_blocks=HOST,
-    )
-    long = run(100, 0)
-    chain = KeyChain(ROOT, T, TokenBuffer(long))
-    manager.add_sequence(0, long, keys=chain)
-    manager.commit(0, len(long))
-    keys = manager.block_keys(0)
-    manager.unpin(manager.pin_keys(keys))  # from now on there is an index
-    manager.release(0)
-    for number in range(1, 128):
-        add(manager, number, run(2, 10_000 + 100 * number))
-        manager.check_invariants()
-    pinned = manager.pin_keys(keys)
-    assert len(pinned.block_ids) == 100
 
 
 def test_what_a_pool_gave_up_is_joined_where_its_first_block_stands_by_recency():

@@ -21,6 +21,9 @@ from kvconnect.layout import KvCacheLayout
 SCENARIOS = json.loads((Path(__file__).parent / "scenarios.json").read_text())["scenarios"]
 
 
+COUNTS = {"free": "num_free_blocks", "allocated": "num_allocated_blocks", "max": "max_blocks"}
+
+
 class Orders:
     """A copier that writes down what it is asked for, block by block."""
 
@@ -79,13 +82,8 @@ def retention_of(given):
         return None
     names = ("token_start", "token_end", "priority", "duration_ms")
     ranges = [dict(zip(names, entry, strict=False)) for entry in given["ranges"]]
-    decode = dict(
-        zip(
-            ("decode_retention_priority", "decode_duration_ms"),
-            given.get("decode", []),
-            strict=False,
-        )
-    )
+    names = ("decode_retention_priority", "decode_duration_ms")
+    decode = dict(zip(names, given.get("decode", []), strict=False))
     return KvCacheRetentionConfig(token_range_retention_configs=ranges, **decode)
 
 
@@ -137,16 +135,10 @@ class Runner:
                 return manager.can_add(spread(step["tokens"]), **where, **limits)
             case "append":
                 manager.append_tokens(self.id_of(step), spread(step["tokens"]))
-            case "commit":
-                manager.commit(self.id_of(step), step["n"])
-            case "reserve":
-                manager.reserve(self.id_of(step), step["n"])
-            case "rewind":
-                manager.rewind(self.id_of(step), step["n"])
+            case "commit" | "reserve" | "rewind" | "abort" as name:
+                getattr(manager, name)(self.id_of(step), step["n"])
             case "release":
                 manager.release(self.id_of(step))
-            case "abort":
-                manager.abort(self.id_of(step), step["n"])
             case "pin":
                 self.handles[step["handle"]] = manager.pin(self.id_of(step))
             case "detach":
@@ -182,12 +174,10 @@ class Runner:
                     assert returned == value
                 case "blocks":
                     assert len(manager.block_ids(self.id_of(step))) == value
-                case "free":
-                    self.compare_counts(value, manager.num_free_blocks)
-                case "allocated":
-                    self.compare_counts(value, manager.num_allocated_blocks)
-                case "max":
-                    self.compare_counts(value, manager.max_blocks)
+                case "free" | "allocated" | "max":
+                    count = getattr(manager, COUNTS[name])
+                    for window, number in by_window(value).items():
+                        assert count(window=window) == number, f"window {window}"
                 case "orders" if isinstance(value, dict):
                     for order, count in value.items():
                         assert self.orders.names.count(order) == count
@@ -201,10 +191,6 @@ class Runner:
                         self.compare_ids(labels, ids, window)
                 case unknown:
                     pytest.fail(f"unknown expectation {unknown}")
-
-    def compare_counts(self, expected, count):
-        for window, value in by_window(expected).items():
-            assert count(window=window) == value, f"window {window}"
 
     def compare_ids(self, expected, ids, pool):
         assert len(ids) == len(expected)

@@ -7,7 +7,7 @@ import torch
 
 from kvconnect.cache.block_manager import BlockManager
 from kvconnect.cache.kv_cache_manager import KVCacheManager
-from kvconnect.cache.memory.sizing import DEFAULT_CPU_BYTES, num_primary_blocks
+from kvconnect.cache.memory.sizing import DEFAULT_CPU_BYTES, pool_sizes
 from kvconnect.config import KvCacheConfig
 from kvconnect.errors import ConfigurationError
 from kvconnect.layout import KvCacheLayout
@@ -16,20 +16,12 @@ LAYOUT = KvCacheLayout(4, 2, 8, 8, 16, torch.float32)  # 8 KiB a block
 
 
 def blocks(**settings):
-    return num_primary_blocks(KvCacheConfig(tokens_per_block=16, **settings), LAYOUT)
+    return pool_sizes(KvCacheConfig(tokens_per_block=16, **settings), LAYOUT).num_blocks[0]
 
 
-@pytest.mark.parametrize(("max_tokens", "expected"), [(1, 1), (16, 1), (17, 2), (1600, 100)])
-def test_tokens_are_rounded_up_to_blocks(max_tokens, expected):
-    assert blocks(max_tokens=max_tokens) == expected
-
-
-@pytest.mark.parametrize(("nbytes", "expected"), [(8192, 1), (16383, 1), (16384, 2)])
-def test_bytes_are_rounded_down_to_blocks(nbytes, expected):
-    assert blocks(max_gpu_total_bytes=nbytes) == expected
-
-
-def test_the_smallest_limit_wins():
+def test_tokens_are_rounded_up_bytes_down_and_the_smallest_limit_wins():
+    assert [blocks(max_tokens=count) for count in (1, 16, 17, 1600)] == [1, 1, 2, 100]
+    assert [blocks(max_gpu_total_bytes=nbytes) for nbytes in (8192, 16383, 16384)] == [1, 1, 2]
     assert blocks(max_tokens=160, max_gpu_total_bytes=3 * 8192) == 3
     assert blocks(max_tokens=32, max_gpu_total_bytes=3 * 8192) == 2
 
@@ -58,5 +50,5 @@ def test_on_cuda_it_is_a_fraction_of_what_is_free():
     device = torch.device("cuda")
     config = KvCacheConfig(tokens_per_block=16, free_gpu_memory_fraction=0.25)
     free, _ = torch.cuda.mem_get_info(device)
-    nbytes = num_primary_blocks(config, LAYOUT, device) * LAYOUT.block_nbytes
+    nbytes = pool_sizes(config, LAYOUT, device=device).num_blocks[0] * LAYOUT.block_nbytes
     assert 0.2 * free < nbytes <= 0.25 * free

@@ -27,11 +27,8 @@ STATES = KvCacheLayout.of_states(TENSORS, T)
 GROUP = 1
 
 
-def manager(states=8, blocks=64, **host):
-    num_host = {None: 0, T: host["host"]} if host else None
-    return BlockManager(
-        CONFIG, [ATTENTION, STATES], num_blocks={None: blocks, T: states}, num_host_blocks=num_host
-    )
+def manager(states=8, blocks=64):
+    return BlockManager(CONFIG, [ATTENTION, STATES], num_blocks={None: blocks, T: states})
 
 
 def prompt(num_tokens, first=0):
@@ -105,12 +102,6 @@ def test_a_prompt_that_leaves_a_cached_path_leaves_a_snapshot_there():
     assert blocks.match([*prompt(28), 1, 1]) == 28
 
 
-def test_no_part_of_a_block_is_matched():
-    blocks = manager()
-    serve(blocks, prompt(39))
-    assert blocks.match([*prompt(38), 1, 1]) == 36
-
-
 def test_attention_and_states_must_both_reach():
     blocks = manager(blocks=10)
     serve(blocks, prompt(39))
@@ -137,23 +128,6 @@ def test_a_match_holds_its_snapshot_until_the_next_one():
     blocks.check_invariants()
 
 
-def test_snapshots_are_reclaimed_the_least_recently_used_first():
-    blocks = manager(states=2)
-    for first in (0, 100, 200):
-        serve(blocks, prompt(9, first))
-    assert [blocks.match(prompt(12, first)) for first in (0, 100, 200)] == [0, 8, 8]
-
-
-def test_reclaimed_snapshots_go_to_the_host():
-    blocks = manager(states=1, host=4)
-    for first in (0, 100, 200):
-        serve(blocks, prompt(9, first))
-    assert [blocks.match(prompt(12, first)) for first in (0, 100, 200)] == [8, 8, 8]
-    assert blocks.add_sequence(1, prompt(12)).matched_tokens == 8
-    assert blocks.state_restore(1, 8) is not None
-    blocks.check_invariants()
-
-
 def test_a_second_call_for_one_end_names_the_same_block():
     blocks = manager()
     blocks.add_sequence(1, prompt(20))
@@ -163,16 +137,6 @@ def test_a_second_call_for_one_end_names_the_same_block():
     blocks.abort(1, 12)  # the step was discarded
     assert blocks.match(prompt(20)) == 0
     assert blocks.num_free_blocks(window=T) == 8
-
-
-def test_a_snapshot_that_a_chunk_went_past_is_dropped():
-    blocks = manager()
-    blocks.add_sequence(1, prompt(30))
-    assert blocks.state_snapshot(1, 16) is not None
-    blocks.commit(1, 20)  # drafts, say: no step ended at 16
-    blocks.release(1)
-    blocks.check_invariants()
-    assert blocks.match(prompt(30)) == 0
 
 
 def test_a_snapshot_with_rejected_drafts_is_dropped():
@@ -186,31 +150,6 @@ def test_a_snapshot_with_rejected_drafts_is_dropped():
     blocks.commit(1, 16)
     assert blocks.match([*prompt(13), 1, 4, 5, 6, 7]) == 0
     blocks.check_invariants()
-
-
-def test_a_snapshot_before_a_detached_one_is_taken():
-    blocks = manager()
-    blocks.add_sequence(1, prompt(30))
-    assert blocks.state_snapshot(1, 24) is not None
-    blocks.unpin(blocks.detach(1, 4))
-    assert blocks.state_snapshot(1, 12) is not None
-    blocks.commit(1, 12)
-    blocks.check_invariants()
-    blocks.abort(1, 12)
-    assert blocks.match(prompt(30)) == 12
-
-
-def test_a_snapshot_before_a_rewound_one_is_taken():
-    blocks = manager()
-    blocks.add_sequence(1, prompt(9))
-    blocks.append_tokens(1, prompt(7, 50))
-    assert blocks.state_snapshot(1, 16) is not None
-    blocks.rewind(1, 2)
-    assert blocks.state_snapshot(1, 12) is not None
-    blocks.commit(1, 12)
-    blocks.check_invariants()
-    blocks.abort(1, 12)
-    assert blocks.match([*prompt(9), *prompt(7, 50)]) == 12
 
 
 @pytest.mark.parametrize(("position", "reason"), [(4, "committed"), (24, "outside")])
@@ -233,19 +172,6 @@ def test_a_store_fills_the_snapshot_at_the_end_of_its_match():
     assert blocks.match(prompt(30)) == 24
     with pytest.raises(ConfigurationError, match="external_end"):
         blocks.add_sequence(2, prompt(30, 60), external_end=22)
-
-
-def test_pins_hold_a_snapshot():
-    blocks = manager(states=1)
-    serve(blocks, prompt(9))
-    blocks.add_sequence(1, prompt(12))
-    pin = blocks.pin(1)
-    blocks.abort(1, 8)
-    serve(blocks, prompt(9, 300))
-    assert blocks.match(prompt(12)) == 8
-    blocks.unpin(pin)
-    serve(blocks, prompt(9, 300))
-    assert blocks.match(prompt(12)) == 0
 
 
 def test_a_cache_without_states_has_no_ends():

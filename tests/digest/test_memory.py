@@ -74,7 +74,7 @@ def test_pieces_are_in_row_major_order_and_bits_are_compared():
     assert not same_bits(nan, nan[:1])
 
 
-def test_pairs_are_kept_and_damage_costs_a_comparison(tmp_path):
+def test_pairs_are_kept_once(tmp_path):
     one, other = bytes(32), b"\1" * 32
     ProvenContents(tmp_path).add(one, other)
     ProvenContents(tmp_path).add(one, other)
@@ -82,8 +82,3 @@ def test_pairs_are_kept_and_damage_costs_a_comparison(tmp_path):
     assert not ProvenContents(tmp_path).has(other, one)
     (file,) = tmp_path.iterdir()
     assert len(file.read_bytes().splitlines()) == 1
-    file.write_bytes(file.read_bytes().replace(b"01", b"02", 1))
-    assert not ProvenContents(tmp_path).has(one, b"\2" + b"\1" * 31)
-    file.chmod(0o666)
-    ProvenContents(tmp_path).add(one, other)
-    assert ProvenContents(tmp_path).has(one, other)

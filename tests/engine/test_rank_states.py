@@ -16,9 +16,8 @@ from parrot import EAGER, Parrot, draft_with
 
 from kvconnect import LLM, SamplingParams
 from kvconnect.engine.model import mixer_division
-from kvconnect.engine.model.divided_states import DividedStates
 from kvconnect.engine.model.state_memory import Snapshot, StateMemory, StateRestore
-from kvconnect.engine.model.states import StateKey, StateShape, StateSlots
+from kvconnect.engine.model.states import DividedStates, StateKey, StateShape, StateSlots
 from kvconnect.engine.ranks.copies import make_copies
 from kvconnect.engine.ranks.messages import BlockCopy
 from kvconnect.errors import RankDivergence, RankLost, UsageError

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from kvconnect.engine.model.unmapping import unmap
+from kvconnect.engine.model.pretrained import unmap
 
 
 @pytest.fixture

@@ -84,8 +84,6 @@ def pool_sizes(
     host = _host_blocks(config, layouts, num_host_blocks)
     if num_blocks is not None:
         return PoolSizes(layouts, _explicit("num_blocks", num_blocks, layouts, 1), host)
-    if len(layouts) == 1:
-        return PoolSizes(layouts, (num_primary_blocks(config, layouts[0], device),), host)
     field, nbytes = _primary_bytes(config, layouts, device)
     slabs = _slabs(config, layouts, nbytes, round_up=field == "max_tokens")
     if slabs is not None:
@@ -97,30 +95,20 @@ def pool_sizes(
     shared = _shared_out(config, layouts, nbytes)
     if min(shared) < 1:
         smallest = layouts[shared.index(min(shared))]
+        pool = f" in the pool of window {smallest.window}" if len(layouts) > 1 else ""
         raise ConfigurationError(
             f"{field}: {getattr(config, field, nbytes)} leaves no room for one block of "
-            f"{smallest.block_nbytes} bytes in the pool of window {smallest.window}; raise it, or "
-            "lower tokens_per_block"
+            f"{smallest.block_nbytes} bytes{pool}; raise it, or lower tokens_per_block"
         )
     return PoolSizes(layouts, shared, host)
 
 
-def num_primary_blocks(
-    config: KvCacheConfig, layout: KvCacheLayout, device: torch.device = _CPU
-) -> int:
-    """Returns the number of blocks of the only primary pool, by the smallest limit of `config`.
-
-    Raises:
-        ConfigurationError: not even one block fits; the message names the limit.
-    """
-    field, nbytes = _primary_bytes(config, (layout,), device)
-    if nbytes < layout.block_nbytes:
-        raise ConfigurationError(
-            f"{field}: {getattr(config, field, nbytes)} leaves no room for one block of "
-            f"{layout.block_nbytes} bytes ({layout.tokens_per_block} tokens); raise it, or lower "
-            "tokens_per_block"
-        )
-    return nbytes // layout.block_nbytes
+def free_nbytes(config: KvCacheConfig, device: torch.device) -> int:
+    """Returns the bytes of `device` that the cache may take; 0: no limit."""
+    if device.type != "cuda":
+        return 0
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(free * config.free_gpu_memory_fraction)
 
 
 def _blocks_for(config: KvCacheConfig, layout: KvCacheLayout, num_tokens: int) -> int:
@@ -141,8 +129,7 @@ def _primary_bytes(
     if config.max_gpu_total_bytes:
         limits["max_gpu_total_bytes"] = config.max_gpu_total_bytes
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        limits["free_gpu_memory_fraction"] = int(free * config.free_gpu_memory_fraction)
+        limits["free_gpu_memory_fraction"] = free_nbytes(config, device)
     elif not limits:
         smallest = sum(layout.block_nbytes for layout in layouts)
         return "default", max(DEFAULT_CPU_BYTES, smallest)
@@ -267,8 +254,8 @@ def _slabs(
 ) -> SlabGeometry | None:
     slab = math.lcm(*(layout.block_nbytes for layout in layouts))
     count = -(-nbytes // slab) if round_up else nbytes // slab
-    if count < 2 * len(layouts):
-        return None  # too coarse to move anything
+    if len(layouts) == 1 or count < 2 * len(layouts):
+        return None  # there is no other pool, or slabs are too coarse to move anything
     weights = _weights(config, layouts)
     shares = [max(1, int(weight * count)) for weight in weights]
     shares[weights.index(max(weights))] += count - sum(shares)  # the remainder of rounding

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 from kvconnect.cache.memory.copier import BlockCopier
 from kvconnect.cache.memory.sizing import PoolSizes
@@ -11,8 +11,7 @@ from kvconnect.cache.pool.host_tier import HostTier
 from kvconnect.cache.pool.private_blocks import PrivateBlocks
 from kvconnect.cache.pool.published_blocks import PublishedBlocks
 from kvconnect.cache.tree.radix_tree import RadixTree
-from kvconnect.cache.tree.residence import BlockIds
-from kvconnect.cache.tree.segment import Segment
+from kvconnect.cache.tree.segment import BlockIds, Segment
 from kvconnect.config import KvCacheConfig
 from kvconnect.errors import OutOfBlocks
 
@@ -23,6 +22,15 @@ class BlockPool:
     Every block is in one of four states: blank; private (of a sequence or a pin, not in the tree);
     published and referenced; published and unreferenced. Unreferenced blocks can be reclaimed, all
     of them, by removing leaves of the tree one after the other.
+
+    Args:
+        group: the number of the pool group.
+        tree: the tree of published paths.
+        config: has the least priority of blocks that are offloaded.
+        sizes: the sizes of all pools.
+        clock: returns seconds.
+        copier: carries out copies; ``None`` for no copies.
+        events: records changes of published blocks.
 
     Attributes:
         group: the number of the pool group.
@@ -38,21 +46,32 @@ class BlockPool:
 
     def __init__(
         self,
+        group: int,
         tree: RadixTree,
-        private: PrivateBlocks,
-        published: PublishedBlocks,
         *,
-        host: HostTier,
-        is_state: bool = False,
+        config: KvCacheConfig,
+        sizes: PoolSizes,
+        clock: Callable[[], float],
+        copier: BlockCopier | None,
+        events: EventLog,
     ) -> None:
-        self.group = published.group
-        self.window = published.window
-        self.is_state = is_state
-        self.num_blocks = len(private.blank)
+        layout = sizes.layouts[group]
+        ids: Iterable[int] = range(sizes.num_blocks[group])
+        if sizes.slabs is not None:
+            owned = [slab for slab, owner in enumerate(sizes.slabs.owners) if owner == group]
+            ids = [block for slab in owned for block in sizes.slabs.block_ids(slab, group)]
+        self.group = group
+        self.window = layout.window
+        self.is_state = layout.kind == "state"
         self.num_reclaimed = 0
-        self.private = private
-        self.published = published
-        self.host = host
+        self.private = PrivateBlocks(ids)
+        self.num_blocks = len(self.private.blank)
+        log = events if events.is_on else None
+        self.published = PublishedBlocks(
+            group, layout.window, tree, private=self.private, clock=clock, events=log
+        )
+        least, num_host = config.secondary_offload_min_priority, sizes.num_host_blocks[group]
+        self.host = HostTier(self.published, num_host, min_priority=least, tree=tree, copier=copier)
         self._tree = tree
 
     @property
@@ -210,28 +229,3 @@ class BlockPool:
         for below in reversed(gone):
             self.host.release(below)
             self.published.remove(below)
-
-
-def make_pools(
-    config: KvCacheConfig,
-    sizes: PoolSizes,
-    tree: RadixTree,
-    *,
-    clock: Callable[[], float],
-    copier: BlockCopier | None,
-    events: EventLog,
-) -> Iterator[BlockPool]:
-    """Yields the pools of a block manager in group order, each with its host tier."""
-    for group, layout in enumerate(sizes.layouts):
-        ids: Iterable[int] = range(sizes.num_blocks[group])
-        if sizes.slabs is not None:
-            owned = [slab for slab, owner in enumerate(sizes.slabs.owners) if owner == group]
-            ids = [block for slab in owned for block in sizes.slabs.block_ids(slab, group)]
-        private = PrivateBlocks(ids)
-        log = events if events.is_on else None
-        published = PublishedBlocks(
-            group, layout.window, tree, private=private, clock=clock, events=log
-        )
-        least, num_host = config.secondary_offload_min_priority, sizes.num_host_blocks[group]
-        host = HostTier(published, num_host, min_priority=least, tree=tree, copier=copier)
-        yield BlockPool(tree, private, published, host=host, is_state=layout.kind == "state")

@@ -11,9 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvconnect.cache.pool.block_pool import BlockPool
-from kvconnect.cache.tree.residence import BlockIds, Span, new_ids
 from kvconnect.cache.tree.retention import DEFAULT_RETENTION, Retention
-from kvconnect.cache.tree.segment import Segment
+from kvconnect.cache.tree.segment import BlockIds, Segment, Span, new_ids
 
 NOT_HELD = -1
 """The id of a block that was released, or is not reserved yet."""

@@ -7,8 +7,7 @@ from array import array
 from kvconnect.cache.memory.copier import BlockCopier
 from kvconnect.cache.pool.published_blocks import PublishedBlocks
 from kvconnect.cache.tree.radix_tree import RadixTree
-from kvconnect.cache.tree.residence import BlockIds, new_ids
-from kvconnect.cache.tree.segment import Segment
+from kvconnect.cache.tree.segment import BlockIds, Segment, new_ids
 
 
 class HostTier:

@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 from kvconnect.cache.pool.block_pool import BlockPool
 from kvconnect.cache.tree.radix_tree import RadixTree, TokenBytes, shared_tokens
-from kvconnect.cache.tree.residence import Span
-from kvconnect.cache.tree.segment import Children, Segment
+from kvconnect.cache.tree.segment import Children, Segment, Span
 from kvconnect.config import KvCacheConfig
 from kvconnect.keys import NamespaceId
 

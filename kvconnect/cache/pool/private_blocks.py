@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from kvconnect.cache.tree.residence import BlockIds
+from kvconnect.cache.tree.segment import BlockIds
 
 
 class PrivateBlocks:

@@ -9,9 +9,8 @@ from kvconnect.cache.pool.events import EventLog
 from kvconnect.cache.pool.private_blocks import PrivateBlocks
 from kvconnect.cache.pool.reclaim_queue import ReclaimQueue, effective_priority
 from kvconnect.cache.tree.radix_tree import RadixTree
-from kvconnect.cache.tree.residence import BlockIds, Residence, new_ids
 from kvconnect.cache.tree.retention import DEFAULT_RETENTION, Retention
-from kvconnect.cache.tree.segment import Segment
+from kvconnect.cache.tree.segment import BlockIds, Residence, Segment, new_ids
 
 _NEVER_RELEASED = -(1 << 62)
 """The first stamp of published blocks that were never released; less than any moment of release."""

@@ -7,8 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from math import inf
 
-from kvconnect.cache.tree.residence import Residence
-from kvconnect.cache.tree.segment import Segment
+from kvconnect.cache.tree.segment import Residence, Segment
 from kvconnect.config import DEFAULT_RETENTION_PRIORITY
 
 ReclaimOrder = tuple[int, int, int]

@@ -14,8 +14,7 @@ from kvconnect.cache.memory.sizing import SlabGeometry
 from kvconnect.cache.pool.block_pool import BlockPool
 from kvconnect.cache.pool.held_blocks import HeldPath
 from kvconnect.cache.tree.radix_tree import RadixTree
-from kvconnect.cache.tree.residence import BlockIds, new_ids
-from kvconnect.cache.tree.segment import Segment
+from kvconnect.cache.tree.segment import BlockIds, Segment, new_ids
 from kvconnect.errors import OutOfBlocks
 
 Ids = npt.NDArray[np.int32]

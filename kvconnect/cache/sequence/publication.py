@@ -18,6 +18,11 @@ class Publication:
     a duplicate. If the pool has the block in secondary only, or not at all, the sequence's block is
     published. The sequence, and its pins, reference the published blocks.
 
+    With full attention, a running sequence publishes no block after the first one that another
+    sequence published before. Otherwise the sequence would reference blocks below a block that it
+    does not reference. When the sequence ends, every valid block is tried once more, since its
+    references end, too. Window pools have no such rule.
+
     Args:
         tree: the tree to publish in.
         sequence: the sequence whose blocks are published.

@@ -11,12 +11,10 @@ import numpy.typing as npt
 from kvconnect.cache.pool.block_pool import BlockPool
 from kvconnect.cache.pool.held_blocks import HeldBlocks, PinnedPath, no_ids
 from kvconnect.cache.resource_manager import PinnedBlocks
-from kvconnect.cache.tree.residence import BlockIds
 from kvconnect.cache.tree.retention import RetentionPlan
+from kvconnect.cache.tree.segment import BlockIds
 from kvconnect.errors import ConfigurationError
-from kvconnect.keys import BlockKey, KeyChain, NamespaceId, root_key
-from kvconnect.layout import KvCacheLayout
-from kvconnect.tokens import TokenBuffer
+from kvconnect.keys import KeyChain, NamespaceId
 
 
 class PinHandle(PinnedBlocks):
@@ -96,33 +94,6 @@ class Sequence:
             if not held.is_published:
                 return False
         return True
-
-    def block_keys(self, tokens_per_block: int, layouts: Items[KvCacheLayout]) -> Items[BlockKey]:
-        """Returns the chained keys of the full blocks, as `BlockManager.block_keys` describes.
-
-        `layouts` are the layouts of the pools.
-        """
-        chain = self.chain
-        if chain is None:
-            root = root_key(b"", layouts, self.namespace)
-            tokens = np.frombuffer(bytes(self.tokens), np.int32)
-            chain = KeyChain(root, tokens_per_block, TokenBuffer(tokens))
-        return chain.keys(0, self.num_tokens // tokens_per_block)
-
-    def priorities(self, start: int) -> list[int]:
-        """Returns the retention priority in group 0 of each block from `start` on.
-
-        A block that is not held has the priority in the request's retention.
-        """
-        held = self.held[0]
-        found: list[int] = []
-        for run in self.plan.runs(0, len(held.ids)):
-            retention = held.inherited if run.inherited else run.retention
-            found.extend([retention.priority] * (run.stop - run.start))
-        for step in held.segments():
-            priority = held.pool.published.effective_priority(step)
-            found[step.start : step.end] = [priority] * len(step)
-        return found[start:]
 
     def fill(self, held: HeldBlocks, start: int, ids: BlockIds) -> None:
         """Reserves the blocks from `start` on, which are not held; `ids` are private blocks.

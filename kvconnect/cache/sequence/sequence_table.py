@@ -16,9 +16,9 @@ from kvconnect.cache.sequence.sequence import PinHandle, Sequence, check_positio
 from kvconnect.cache.tree.radix_tree import RadixTree
 from kvconnect.config import KvCacheConfig
 from kvconnect.errors import ConfigurationError, UnknownRequest
-from kvconnect.keys import BlockKey
+from kvconnect.keys import BlockKey, KeyChain, root_key
 from kvconnect.layout import KvCacheLayout
-from kvconnect.tokens import Tokens, as_token_array
+from kvconnect.tokens import TokenBuffer, Tokens, as_token_array
 
 
 class SequenceTable:
@@ -46,7 +46,8 @@ class SequenceTable:
         self._reuse = config.enable_block_reuse
         self._state_interval = config.state_interval
         self._state_group = next((pool.group for pool in pools if pool.is_state), None)
-        self._publisher = _Publisher(tree, config, tails=self._state_group is None)
+        # With recurrent states no partly filled block can be matched.
+        self._tails = config.enable_partial_reuse and self._state_group is None
         self._live: dict[int, Sequence] = {}
         self._pins: set[PinHandle] = set()
 
@@ -98,24 +99,35 @@ class SequenceTable:
         sequence = self._get(request_id)
         return sequence.load_end > 0 and sequence.reserved > sequence.matched
 
-    def num_reserved_tokens(self, request_id: int) -> int:
-        """Returns how many leading tokens of the sequence have blocks in every pool group."""
-        return self._get(request_id).reserved
-
     def block_keys(self, request_id: int) -> Items[BlockKey]:
         """Returns the chained keys of the sequence's full blocks.
 
         The sequence's `KeyChain` hashes each block once. If `add_sequence` got no chain, all are
         hashed now, and no store has such keys.
         """
-        return self._get(request_id).block_keys(self._tokens_per_block, self._layouts)
+        sequence = self._get(request_id)
+        chain = sequence.chain
+        if chain is None:
+            root = root_key(b"", self._layouts, sequence.namespace)
+            tokens = np.frombuffer(bytes(sequence.tokens), np.int32)
+            chain = KeyChain(root, self._tokens_per_block, TokenBuffer(tokens))
+        return chain.keys(0, sequence.num_tokens // self._tokens_per_block)
 
     def priorities(self, request_id: int, start: int = 0) -> list[int]:
         """Returns the retention priority of each block of the sequence from `start` on, in group 0.
 
         A block that the sequence does not hold has the priority in the request's retention.
         """
-        return self._get(request_id).priorities(start)
+        sequence = self._get(request_id)
+        held = sequence.held[0]
+        found: list[int] = []
+        for run in sequence.plan.runs(0, len(held.ids)):
+            retention = held.inherited if run.inherited else run.retention
+            found.extend([retention.priority] * (run.stop - run.start))
+        for step in held.segments():
+            priority = held.pool.published.effective_priority(step)
+            found[step.start : step.end] = [priority] * len(step)
+        return found[start:]
 
     # ---------------------------------------------------------------- growing and shrinking
 
@@ -224,7 +236,7 @@ class SequenceTable:
         _check_reserved(sequence, num_computed_tokens)
         sequence.computed = num_computed_tokens
         self._settle_snapshot(sequence, num_computed_tokens)
-        self._publisher.commit(sequence, num_computed_tokens // self._tokens_per_block)
+        self._publish(sequence, num_computed_tokens // self._tokens_per_block)
         for held in sequence.held:
             if held.pool.window is not None and not held.pool.is_state:
                 first = first_in_window(held.pool.window, num_computed_tokens)
@@ -280,7 +292,10 @@ class SequenceTable:
         check_position("num_valid_tokens", num_valid_tokens, sequence.num_tokens)
         self._join_load(sequence, num_valid_tokens)
         self._settle_snapshot(sequence, num_valid_tokens)
-        self._publisher.publish_ended(sequence, num_valid_tokens)
+        blocks, tail = divmod(num_valid_tokens, self._tokens_per_block)
+        self._publish(sequence, blocks)
+        if self._publishes_tail(sequence, blocks, tail):
+            Publication(self._tree, sequence).tail(blocks, tail)
 
     def release(self, request_id: int) -> None:
         """Ends the sequence: publishes its valid blocks, tail included, and releases all blocks.
@@ -312,12 +327,41 @@ class SequenceTable:
         sequence = self._live.pop(request_id)
         self._join_load(sequence, num_valid)
         self._settle_snapshot(sequence, num_valid)
-        self._publisher.finish(sequence, num_valid)
+        self._publish_rest(sequence, num_valid)
         for held in sequence.held:
             private = sequence.hand_over(held, held.first, held.stop)
             held.let_go()
             held.pool.private.drop(private)
         sequence.disband()
+
+    def _publish(self, sequence: Sequence, stop: int) -> None:
+        # Publishes the full blocks before number `stop`, which stay held.
+        first = sequence.attempted
+        if stop > first and self._reuse:
+            sequence.attempted = stop
+            Publication(self._tree, sequence).blocks(first, stop)
+
+    def _publish_rest(self, sequence: Sequence, num_valid: int) -> None:
+        # Publishes the valid blocks at the end of `sequence`; the caller then releases them.
+        if not self._reuse:
+            return
+        size = self._tokens_per_block
+        blocks, tail = divmod(num_valid, size)
+        self._publish(sequence, blocks)
+        if sequence.is_published:
+            return
+        publication = Publication(self._tree, sequence, ends=True)
+        if sequence.pins:
+            publication.close_pinned(-(-num_valid // size))
+        start = publication.first_private(blocks)
+        if start < blocks:
+            publication.blocks(start, blocks)
+        if self._publishes_tail(sequence, blocks, tail):
+            publication.tail(blocks, tail)
+
+    def _publishes_tail(self, sequence: Sequence, blocks: int, tail: int) -> bool:
+        committed = sequence.computed // self._tokens_per_block
+        return bool(tail) and self._reuse and self._tails and blocks >= committed
 
     def _get(self, request_id: int) -> Sequence:
         try:
@@ -332,60 +376,3 @@ def _check_reserved(sequence: Sequence, num_tokens: int) -> None:
             f"request: blocks are reserved for {sequence.reserved} of its tokens, and this "
             f"needs {num_tokens}; call reserve first"
         )
-
-
-class _Publisher:
-    """Publishes the blocks that sequences filled, while they run and at their end.
-
-    With full attention, a running sequence publishes no block after the first one that another
-    sequence published before. Otherwise the sequence would reference blocks below a block that it
-    does not reference. When the sequence ends, every valid block is tried once more, since its
-    references end, too. Window pools have no such rule.
-
-    Args:
-        tails: whether a partly filled block can be matched; not in a cache with recurrent states.
-    """
-
-    def __init__(self, tree: RadixTree, config: KvCacheConfig, *, tails: bool) -> None:
-        self._tree = tree
-        self._reuse = config.enable_block_reuse
-        self._tails = config.enable_partial_reuse and tails
-
-    def commit(self, sequence: Sequence, stop: int) -> None:
-        """Publishes the full blocks of `sequence` before number `stop`, which stay held."""
-        first = sequence.attempted
-        if stop > first and self._reuse:
-            sequence.attempted = stop
-            Publication(self._tree, sequence).blocks(first, stop)
-
-    def publish_ended(self, sequence: Sequence, num_valid: int) -> None:
-        """Publishes the valid blocks of an ended sequence that keeps them, tail included.
-
-        Duplicates, and with full attention all blocks after them, are published by `finish` only.
-        """
-        blocks, tail = divmod(num_valid, self._tree.tokens_per_block)
-        self.commit(sequence, blocks)
-        if self._publishes_tail(sequence, blocks, tail):
-            Publication(self._tree, sequence).tail(blocks, tail)
-
-    def finish(self, sequence: Sequence, num_valid: int) -> None:
-        """Publishes the valid blocks at the end of `sequence`; the caller then releases them."""
-        if not self._reuse:
-            return
-        size = self._tree.tokens_per_block
-        blocks, tail = divmod(num_valid, size)
-        self.commit(sequence, blocks)
-        if sequence.is_published:
-            return
-        publication = Publication(self._tree, sequence, ends=True)
-        if sequence.pins:
-            publication.close_pinned(-(-num_valid // size))
-        start = publication.first_private(blocks)
-        if start < blocks:
-            publication.blocks(start, blocks)
-        if self._publishes_tail(sequence, blocks, tail):
-            publication.tail(blocks, tail)
-
-    def _publishes_tail(self, sequence: Sequence, blocks: int, tail: int) -> bool:
-        committed = sequence.computed // self._tree.tokens_per_block
-        return bool(tail) and self._reuse and self._tails and blocks >= committed

@@ -7,7 +7,7 @@ output and is noticed.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -228,14 +228,13 @@ def make_model(
 def _model_size(preset: str, size: Mapping[str, int]) -> ModelSize:
     if preset not in PRESETS:
         raise ConfigurationError(f"preset: '{preset}' is unknown; {nearest(preset, PRESETS)}")
-    fields = {name: getattr(PRESETS[preset], name) for name in ModelSize.__dataclass_fields__}
+    fields = ModelSize.__dataclass_fields__
     for name, value in size.items():
         if name not in fields:
             raise ConfigurationError(f"size: unknown field '{name}'; {nearest(name, fields)}")
         if value < 1:
             raise ConfigurationError(f"{name}: {value} must be at least 1")
-        fields[name] = value
-    made = ModelSize(**fields)
+    made = replace(PRESETS[preset], **size)
     if made.hidden_size % made.num_heads or made.num_heads % made.num_kv_heads:
         raise ConfigurationError(
             f"hidden_size={made.hidden_size} must be a multiple of num_heads={made.num_heads}, "

@@ -50,6 +50,24 @@ def held_blocks(table: BlockTable, first: int, stop: int) -> BlockTable:
     return blocks
 
 
+def padded_blocks(
+    tables: Sequence[BlockTable], stops: BlockTable, firsts: BlockTable | int = 0
+) -> BlockTable:
+    """Returns the blocks ``firsts..stops`` of each of `tables`, ``[tables, most]``.
+
+    A shorter row is filled up with its first block, whose content is finite.
+
+    Raises:
+        UsageError: see `held_blocks`.
+    """
+    counts = stops - firsts
+    rows = np.empty((len(tables), counts.max()), np.int64)
+    for row, table, count, stop in zip(rows, tables, counts.tolist(), stops.tolist(), strict=True):
+        row[:count] = held_blocks(table, stop - count, stop)
+        row[count:] = row[0]
+    return rows
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Span:
     """The keys that some queries see: the pages, the tokens in them, and the mask.
@@ -289,13 +307,7 @@ class DecodeGroup:
         ends = np.array(self.lengths)
         seen = np.zeros_like(ends) if window is None else np.maximum(0, ends - window)
         first_pages = seen // size
-        counts = -(-ends // size) - first_pages
-        pages = np.empty((len(ends), counts.max()), np.int64)
-        for row, table, first, count in zip(
-            pages, self.tables, first_pages.tolist(), counts.tolist(), strict=True
-        ):
-            row[:count] = held_blocks(table, first, first + count)
-            row[count:] = table[first]  # padding: any page of the request, whose content is finite
+        pages = padded_blocks(self.tables, -(-ends // size), first_pages)
         first_seen, last_seen = seen - first_pages * size, ends - first_pages * size
         device = self.rows.device
         flat = PageNumbers(torch.from_numpy(pages.reshape(-1)).to(device))

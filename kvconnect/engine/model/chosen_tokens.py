@@ -1,4 +1,4 @@
-"""Attends to tokens that an index chose: to a few of each sequence, others for every query."""
+"""The tokens that an index chooses: what it is called for, and attention to what it chose."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvconnect.engine.model.attention import BlockTable, held_blocks
-from kvconnect.engine.model.pages import LayerPages
+from kvconnect.engine.model.attention import BlockTable, padded_blocks
+from kvconnect.engine.model.pages import LayerPages, PageNumbers, SlotNumbers
 from kvconnect.engine.model.scores import AttentionInput, single_attended
+from kvconnect.engine.model.seam import IndexCall
+from kvconnect.engine.model.sequence_step import RequestSlice
 
 _MOST_KEYS = 1 << 24
 """Elements of keys that are gathered at once."""
@@ -24,8 +26,7 @@ class ChosenTokens:
     Attributes:
         sequences: the number of each query's sequence, ``[tokens, 1]`` int64.
         positions: the position of each query in its sequence, ``[tokens, 1]`` int64.
-        blocks: block ids of each sequence, ``[sequences, blocks]`` int64, filled up with ids that
-            are not used.
+        blocks: block ids of each sequence, ``[sequences, blocks]`` int64; see `padded_blocks`.
         tokens_per_block: the tokens per block of the pool.
     """
 
@@ -49,10 +50,7 @@ class ChosenTokens:
             UsageError: a sequence does not hold the blocks of all of its tokens.
         """
         counts = [end - start for start, end in zip(starts, ends, strict=True)]
-        blocks = np.zeros((len(tables), -(-max(ends) // tokens_per_block)), np.int64)
-        for row, table, end in zip(blocks, tables, ends, strict=True):
-            held = held_blocks(table, 0, -(-end // tokens_per_block))
-            row[: len(held)] = held
+        blocks = padded_blocks(tables, -(-np.array(ends) // tokens_per_block))
         positions = np.concatenate([np.arange(*one) for one in zip(starts, ends, strict=True)])
         return cls(
             torch.from_numpy(np.repeat(np.arange(len(counts)), counts)[:, None]).to(device),
@@ -94,3 +92,89 @@ class ChosenTokens:
         mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
         mask.masked_fill_(hidden, -torch.inf)
         return (k.transpose(1, 2), v.transpose(1, 2)), mask[:, None, None]
+
+
+_MOST_SCORES = 1 << 25
+"""Elements of an index's scores that are held at once, in float32."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class IndexPart:
+    """A run of consecutive tokens of one sequence, or a single token of each of several.
+
+    Attributes:
+        rows: their rows of the packed row, ``[sequences, tokens]`` int64.
+        positions: their positions in their sequences, ``[sequences, tokens]`` int64.
+        num_keys: the tokens of the longest sequence.
+        slots: the slots of their keys.
+        pages: the pages of the sequences, one after the other, equally many of each.
+    """
+
+    rows: Tensor
+    positions: Tensor
+    num_keys: int
+    slots: SlotNumbers
+    pages: PageNumbers
+
+    @property
+    def seen(self) -> Tensor:
+        """The positions that each token may choose, ``[sequences, tokens, keys]`` bool."""
+        return torch.arange(self.num_keys, device=self.rows.device) <= self.positions[..., None]
+
+    def append(self, memory: LayerPages, keys: Tensor) -> Tensor:
+        """Writes index keys, and returns those of the whole sequences.
+
+        Args:
+            memory: the memory of the index's keys in one layer.
+            keys: the keys of the tokens, ``[sequences, tokens, dim]``.
+
+        Returns:
+            ``[sequences, keys, dim]``; what is behind the end of a sequence is undefined.
+        """
+        flat = keys.flatten(0, 1)[:, None]
+        memory.write(self.slots, flat, flat)
+        found, _ = memory.gather(self.pages)
+        return found.view(len(keys), -1, keys.shape[2])[:, : self.num_keys]
+
+
+def index_parts(
+    slices: Sequence[RequestSlice], call: IndexCall, group: int, size: int, *, device: torch.device
+) -> list[IndexPart]:
+    """Returns the parts of a step, with scores of bounded size.
+
+    Args:
+        slices: the sequences' parts of the packed row.
+        call: a call of the indexer; those of other layers have the same parts.
+        group: the pool group of the keys.
+        size: the tokens per block of the pool.
+        device: the device of the pool.
+
+    Raises:
+        UsageError: a sequence does not hold the blocks of all of its tokens.
+    """
+    runs: list[list[RequestSlice]] = []
+    singles: dict[int, list[RequestSlice]] = {}
+    for part in slices:
+        if part.count == 1 and call.batched:
+            # With others of up to twice the pages: padding never doubles the work.
+            singles.setdefault((-(-part.end // size)).bit_length(), []).append(part)
+        else:
+            most = max(1, _MOST_SCORES // (call.num_heads * part.end))
+            runs += [[one] for one in part.divided(most)]
+    return [_part(run, group, size, device) for run in [*runs, *singles.values()]]
+
+
+def _part(run: Sequence[RequestSlice], group: int, size: int, device: torch.device) -> IndexPart:
+    ends = np.array([one.end for one in run])
+    pages = padded_blocks([one.sequence.tables[group] for one in run], -(-ends // size))
+    counted = np.arange(run[0].count)
+    rows = np.array([[one.first_row] for one in run]) + counted
+    positions = np.array([[one.start] for one in run]) + counted
+    slots = np.take_along_axis(pages, positions // size, 1) * size + positions % size
+    return IndexPart(
+        torch.from_numpy(rows).to(device),
+        torch.from_numpy(positions).to(device),
+        int(ends.max()),
+        SlotNumbers(slots.reshape(-1), device),
+        PageNumbers(torch.from_numpy(pages.reshape(-1)).to(device)),
+    )

@@ -12,13 +12,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kvconnect.engine.model.chosen_tokens import IndexPart, index_parts
 from kvconnect.engine.model.drafted import DraftedStates
-from kvconnect.engine.model.group_step import GroupStep, RequestSlice
-from kvconnect.engine.model.index_parts import IndexPart, index_parts
+from kvconnect.engine.model.group_step import GroupStep
 from kvconnect.engine.model.pages import LayerPages
 from kvconnect.engine.model.scores import AttentionInput
 from kvconnect.engine.model.seam import IndexCall
-from kvconnect.engine.model.sequence_step import SequenceStep
+from kvconnect.engine.model.sequence_step import RequestSlice, SequenceStep
 from kvconnect.engine.model.states import StateSlots
 from kvconnect.errors import UsageError
 
@@ -286,4 +286,4 @@ def _slices(plan: Sequence[SequenceStep]) -> list[RequestSlice]:
 
 def _wanted(part: RequestSlice) -> npt.NDArray[np.int64]:
     stop = part.first_row + part.count
-    return np.arange(stop - part.wanted, stop)
+    return np.arange(stop - part.sequence.num_wanted, stop)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
@@ -12,55 +11,15 @@ import torch
 from torch import Tensor
 
 from kvconnect.engine.model.attention import (
-    BlockTable,
     Chunk,
     DecodeGroup,
     held_blocks,
+    padded_blocks,
 )
 from kvconnect.engine.model.chosen_tokens import ChosenTokens
 from kvconnect.engine.model.pages import LayerPages, PageNumbers, SlotNumbers
 from kvconnect.engine.model.scores import AttentionInput
-from kvconnect.engine.model.sequence_step import SequenceStep
-
-
-@dataclass(frozen=True, slots=True)
-class RequestSlice:
-    """A sequence's part of the packed row: its tokens ``start..end``.
-
-    Attributes:
-        sequence: the sequence of these tokens.
-        start, end: positions in its sequence.
-        first_row: the first row of their queries.
-        first_key: the row of their first key and value; it differs from `first_row` only if queries
-            are left out.
-    """
-
-    sequence: SequenceStep
-    start: int
-    end: int
-    first_row: int
-    first_key: int
-
-    @property
-    def wanted(self) -> int:
-        """The number of its last tokens whose logits are wanted."""
-        return self.sequence.num_wanted
-
-    @property
-    def count(self) -> int:
-        """The number of its tokens."""
-        return self.end - self.start
-
-    def divided(self, most: int) -> Iterator[RequestSlice]:
-        """Yields parts of at most so many tokens, in order."""
-        for offset in range(0, self.count, most):
-            yield RequestSlice(
-                self.sequence,
-                self.start + offset,
-                min(self.start + offset + most, self.end),
-                self.first_row + offset,
-                self.first_key + offset,
-            )
+from kvconnect.engine.model.sequence_step import RequestSlice
 
 
 class GroupStep:
@@ -88,10 +47,10 @@ class GroupStep:
     ) -> None:
         self._size = tokens_per_block
         self._device = device
-        held = [part.sequence.tables[group] for part in slices]
-        self._slots = self._written_slots(slices, held)
-        self._blank = self._blank_slots(slices, held)
-        self._slices, self._held = slices, held
+        self._slices = slices
+        self._held = [part.sequence.tables[group] for part in slices]
+        self._slots = self._written_slots()
+        self._blank = self._blank_slots()
         self._parts = self._parts_of(slices)
         self._last_parts: list[Chunk | DecodeGroup] | None = None
         self._pages: PageNumbers | None = None
@@ -116,10 +75,10 @@ class GroupStep:
         ends = np.array([part.end for part in self._slices])
         longest = int(ends.max())
         if self._pages is None:
-            count = -(-longest // self._size)
-            self._pages = PageNumbers(self._tensor(_padded(self._held, ends, count, self._size)))
+            blocks = padded_blocks(self._held, -(-ends // self._size))
+            self._pages = PageNumbers(self._tensor(blocks.reshape(-1)))
             if np.ptp(ends):
-                first = np.arange(len(ends))[:, None] * count * self._size
+                first = np.arange(len(ends))[:, None] * blocks.shape[1] * self._size
                 place = np.maximum(0, np.arange(longest) - (longest - ends[:, None]))
                 self._shifted = self._tensor((first + place).reshape(-1))
         found = pages.gather(self._pages)
@@ -176,30 +135,26 @@ class GroupStep:
         ]
         return [*chunks, *self._decode_groups(slices)]
 
-    def _written_slots(
-        self, slices: Sequence[RequestSlice], tables: Sequence[BlockTable]
-    ) -> SlotNumbers:
+    def _written_slots(self) -> SlotNumbers:
         size = self._size
-        places = [np.arange(part.start, part.end) for part in slices]
+        places = [np.arange(part.start, part.end) for part in self._slices]
         blocks = [
             held_blocks(table, part.start // size, -(-part.end // size))[
                 place // size - part.start // size
             ]
-            for part, table, place in zip(slices, tables, places, strict=True)
+            for part, table, place in zip(self._slices, self._held, places, strict=True)
         ]
         slots = np.concatenate(blocks) * size + np.concatenate(places) % size
         return SlotNumbers(slots, self._device)
 
-    def _blank_slots(
-        self, slices: Sequence[RequestSlice], tables: Sequence[BlockTable]
-    ) -> tuple[Tensor, Tensor] | None:
+    def _blank_slots(self) -> tuple[Tensor, Tensor] | None:
         # A block's unused slots hold whatever was there before: another tenant's keys, or bytes
         # that are no numbers and would spread through masked attention. They are zeroed when a
         # request first writes into the block; afterwards it only adds tokens of its own.
         size = self._size
         blocks: list[int] = []
         offsets: list[int] = []
-        for part, table in zip(slices, tables, strict=True):
+        for part, table in zip(self._slices, self._held, strict=True):
             last, used = divmod(part.end, size)
             began = part.sequence.is_prompt or part.start <= last * size
             if began and used:
@@ -232,24 +187,12 @@ class GroupStep:
         return torch.from_numpy(array.astype(np.int64, copy=False)).to(self._device)
 
 
-def _padded(
-    tables: Sequence[BlockTable], ends: npt.NDArray[np.int64], count: int, size: int
-) -> npt.NDArray[np.int64]:
-    """Returns `count` blocks of each table: those of its tokens, and the first one as padding."""
-    blocks = np.empty((len(ends), count), np.int64)
-    for row, table, end in zip(blocks, tables, ends.tolist(), strict=True):
-        held = -(-end // size)
-        row[:held] = held_blocks(table, 0, held)
-        row[held:] = row[0]
-    return blocks.reshape(-1)
-
-
 def _wanted(slices: Sequence[RequestSlice]) -> list[RequestSlice]:
     """Returns the tokens whose logits are wanted, with their queries side by side."""
     wanted = []
     row = 0
     for part in slices:
-        count = part.wanted
+        count = part.sequence.num_wanted
         first_key = part.first_key + part.count - count
         wanted.append(RequestSlice(part.sequence, part.end - count, part.end, row, first_key))
         row += count

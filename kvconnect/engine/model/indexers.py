@@ -24,7 +24,7 @@ INDEXED = frozenset(
 
 
 def pack_indexers(model: PreTrainedModel) -> dict[str, Unmasked | None]:
-    """Makes the indexers of `model` compute the sequences of a packed row: see `index_parts`.
+    """Makes the indexers of `model` compute the sequences of a packed row: see `chosen_tokens`.
 
     Called without a step, they compute as before.
 

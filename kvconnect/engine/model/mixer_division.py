@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kvconnect.engine.model.divided_states import DividedStates, StateRows
 from kvconnect.engine.model.mixer_probe import (
     CHUNKS,
     PROBED_TOKENS,
@@ -28,7 +27,7 @@ from kvconnect.engine.model.mixer_probe import (
 )
 from kvconnect.engine.model.mixers import ModelCache, mapped
 from kvconnect.engine.model.sharding import ModelRanks, sum_outputs
-from kvconnect.engine.model.states import StateKey, StateShape
+from kvconnect.engine.model.states import DividedStates, StateKey, StateRows, StateShape
 
 _COUNTS: Mapping[str, tuple[str, ...]] = {
     "num_heads": ("intermediate_size", "qkv_dim"),

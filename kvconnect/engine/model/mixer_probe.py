@@ -19,6 +19,7 @@ from kvconnect.engine.model.mixers import (
     SequenceStates,
     called,
     is_rows,
+    mapped,
 )
 from kvconnect.engine.model.states import StateKey, StateKind, StateShape, StateSlots
 from kvconnect.errors import UnsupportedModel
@@ -109,13 +110,7 @@ class MixerProbe(ModelCache):
         """Notes the mixer; there is no state."""
         self._note()
 
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
-        """Notes the mixer; there is no state."""
-        self._note()
-
-    def get_linear_cache(self, layer_idx: int) -> None:
-        """Notes the mixer; there is no state."""
-        self._note()
+    get_recurrent_state = get_linear_cache = get_conv_state
 
     def update_conv_state(
         self,
@@ -293,7 +288,7 @@ def run_in_parts(
     Returns:
         The outputs, ``[tokens, values]``, and the states after them, in one slot.
     """
-    args, named = _doubled(call.args), _doubled(call.named)
+    args, named = mapped(call.args, call.named, _doubled, ModelCache())
     device = next(mixer.parameters()).device
     slots = StateSlots(shapes, 1, device)
     outputs = []
@@ -310,11 +305,5 @@ def run_in_parts(
     return torch.cat(outputs), slots
 
 
-def _doubled(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _doubled(one) for name, one in value.items()}
-    if isinstance(value, (tuple, list)):
-        return type(value)(_doubled(one) for one in value)
-    if isinstance(value, Tensor):
-        return value.to(torch.float64 if value.is_floating_point() else value.dtype, copy=True)
-    return value
+def _doubled(value: Tensor) -> Tensor:
+    return value.to(torch.float64 if value.is_floating_point() else value.dtype, copy=True)

@@ -65,7 +65,8 @@ class ModelCache:
     """The cache that a model with recurrent layers is called with.
 
     Attributes:
-        layer_idx: the model's number of the attention layer that runs now; -1: none ran yet.
+        layer_idx: the model's number of the attention layer that runs now; -1: none ran yet. A
+            module that several layers share does not know it.
         layers: the positions of tokens before, where indexers look for them: there are none.
         is_sliding: the attribute of transformers' caches; masks are not made from it.
         states: routes mixers to the states of each sequence; ``None``: each computes one sequence.

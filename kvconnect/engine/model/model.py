@@ -36,8 +36,7 @@ from kvconnect.engine.model.own_attention import (
     probed,
 )
 from kvconnect.engine.model.positions import position_limit
-from kvconnect.engine.model.pretrained import load, load_config
-from kvconnect.engine.model.rank_sizes import check_size, tp_plan
+from kvconnect.engine.model.pretrained import load, load_config, unmap
 from kvconnect.engine.model.seam import (
     ATTENTION,
     AttentionProbe,
@@ -45,8 +44,7 @@ from kvconnect.engine.model.seam import (
     LayerShape,
     running,
 )
-from kvconnect.engine.model.sharding import Division, ModelRanks, shard
-from kvconnect.engine.model.unmapping import unmap
+from kvconnect.engine.model.sharding import Division, ModelRanks, check_size, shard, tp_plan
 from kvconnect.errors import ConfigurationError, UnsupportedModel
 
 _RECURRENT_LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}

@@ -87,11 +87,11 @@ class CacheGeometry:
         if not model.layers:
             layouts = (KvCacheLayout.of_counts(size, dtype), *more)
             return cls(layouts, (), narrowed=False, num_kv_heads=(1,) * len(layouts))
-        layouts = (
-            group_layouts(model.layers, windows, tokens_per_block=size, dtype=dtype)
-            if window_pools
-            else (single_layout(model.layers, tokens_per_block=size, dtype=dtype),)
-        )
+        # In one pool a sliding window is a mask only.
+        pooled = windows if window_pools else (None,) * len(windows)
+        layouts = group_layouts(model.layers, pooled, tokens_per_block=size, dtype=dtype)
+        if not window_pools:
+            _check_alike(layouts)
         heads = tuple(model.whole_layers[one.layer_numbers[0]].num_kv_heads for one in layouts)
         for layout, count in zip(layouts, heads, strict=True):
             if any(model.whole_layers[one].num_kv_heads != count for one in layout.layer_numbers):
@@ -226,22 +226,10 @@ def _state_layouts(model: Model, tokens_per_block: int) -> tuple[KvCacheLayout, 
     return (KvCacheLayout.of_states(tensors, tokens_per_block),) if tensors else ()
 
 
-def single_layout(
-    layers: Sequence[LayerShape], *, tokens_per_block: int, dtype: torch.dtype
-) -> KvCacheLayout:
-    """Returns the layout of the one pool that all layers share; a sliding window is a mask only.
-
-    Raises:
-        UnsupportedModel: layers differ in what they store.
-    """
-    alike = [LayerShape(one.num_kv_heads, one.key_dim, one.value_dim, None) for one in layers]
-    layouts = group_layouts(
-        alike, [None] * len(alike), tokens_per_block=tokens_per_block, dtype=dtype
-    )
+def _check_alike(layouts: Sequence[KvCacheLayout]) -> None:
     if len(layouts) > 1:
         shapes = [(one.num_kv_heads, one.key_dim, one.value_dim) for one in layouts]
         raise UnsupportedModel(
             f"layers differ in KV heads or dimensions ({', '.join(map(str, shapes))}): the cache "
             "manager has one pool, which cannot hold them (supports_window_pools is False)"
         )
-    return layouts[0]

@@ -7,7 +7,6 @@ order, where torch's plain product rearranges it every time.
 from __future__ import annotations
 
 import functools
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,26 +18,33 @@ _HINT = 16
 _PACKED_DTYPES = frozenset({torch.float32, torch.bfloat16})
 
 
-class Projection(Protocol):
-    """The product ``rows @ weight.T + bias``.
+class Projection:
+    """The product ``rows @ weight.T + bias``, by torch itself.
 
     Attributes:
         least_rows: fewer take longer than as many.
     """
 
-    least_rows: int
+    least_rows = 1
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._weight, self._bias = weight, bias
 
     def __call__(self, rows: Tensor) -> Tensor:
         """Returns the product, ``[..., out_features]``, of ``[..., in_features]``."""
+        return linear(rows, self._weight, self._bias)
 
     def silu(self, rows: Tensor) -> Tensor:
         """Returns the product times its sigmoid, element by element."""
+        return silu(self(rows), inplace=True)
 
     def plus(self, rows: Tensor, other: Tensor) -> Tensor:
         """Returns the sum of the product and `other`."""
+        return self(rows).add_(other)
 
     def times(self, rows: Tensor, other: Tensor) -> Tensor:
         """Returns the product times `other`, element by element."""
+        return self(rows).mul_(other)
 
 
 def project(*parts: nn.Linear) -> Projection:
@@ -55,7 +61,12 @@ def project(*parts: nn.Linear) -> Projection:
         packed = _Packed(weight, _bias(parts))
         if packed.agrees_with(weight):
             return packed
-    return _Plain(weight, parts)
+    weight = laid_out(weight)
+    views = torch.split_with_sizes(weight, [part.out_features for part in parts])
+    for part, view in zip(parts, views, strict=True):
+        part.weight.data = view
+    kept = weight if len(parts) > 1 else parts[0].weight  # which may yet move
+    return Projection(kept, _bias(parts))
 
 
 def release(module: nn.Linear, projection: Projection) -> None:
@@ -68,33 +79,7 @@ def release(module: nn.Linear, projection: Projection) -> None:
         module.weight = nn.Parameter(empty, requires_grad=False)
 
 
-class _Plain:
-    """The product of torch itself."""
-
-    least_rows = 1
-
-    def __init__(self, weight: Tensor, parts: tuple[nn.Linear, ...]) -> None:
-        weight = laid_out(weight)
-        views = torch.split_with_sizes(weight, [part.out_features for part in parts])
-        for part, view in zip(parts, views, strict=True):
-            part.weight.data = view
-        self._weight = weight if len(parts) > 1 else parts[0].weight  # may yet move
-        self._bias = _bias(parts)
-
-    def __call__(self, rows: Tensor) -> Tensor:
-        return linear(rows, self._weight, self._bias)
-
-    def silu(self, rows: Tensor) -> Tensor:
-        return silu(self(rows), inplace=True)
-
-    def plus(self, rows: Tensor, other: Tensor) -> Tensor:
-        return self(rows).add_(other)
-
-    def times(self, rows: Tensor, other: Tensor) -> Tensor:
-        return self(rows).mul_(other)
-
-
-class _Packed:
+class _Packed(Projection):
     """The product of oneDNN with a matrix in the order that it reads."""
 
     least_rows = 5  # its kernels for less wait for memory: 1.3 times as long
@@ -102,8 +87,7 @@ class _Packed:
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         # The functions that torch's own compiler calls; there are no public names.
         operations = torch.ops.mkldnn
-        self._weight = operations._reorder_linear_weight(weight, _HINT)  # noqa: SLF001
-        self._bias = bias
+        super().__init__(operations._reorder_linear_weight(weight, _HINT), bias)  # noqa: SLF001
         self._product = operations._linear_pointwise.default  # noqa: SLF001
         self._product_and = operations._linear_pointwise.binary  # noqa: SLF001
 

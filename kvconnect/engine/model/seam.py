@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from kvconnect.engine.model.mixers import ModelCache
 from kvconnect.engine.model.scores import AttentionInput
 from kvconnect.errors import UnsupportedModel
 
@@ -105,17 +106,6 @@ running: ContextVar[IndexedStep] = ContextVar("kvconnect_step")
 """The step that the model of this thread computes. Some models pass their attention no ``kv=``."""
 
 
-class LayerCounter(Protocol):
-    """The cache that models with recurrent layers are called with.
-
-    Attributes:
-        layer_idx: the model's number of the attention layer that runs now. A module that several
-            layers share does not know it.
-    """
-
-    layer_idx: int
-
-
 def _attention(
     module: nn.Module,
     query: Tensor,
@@ -186,7 +176,7 @@ class AttentionProbe:
         numbers: the model's numbers of these layers.
     """
 
-    def __init__(self, cache: LayerCounter | None = None) -> None:
+    def __init__(self, cache: ModelCache | None = None) -> None:
         self._cache = cache
         self.layers: list[LayerShape] = []
         self.numbers: list[int] = []

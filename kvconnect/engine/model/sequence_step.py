@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,6 +42,41 @@ class SequenceStep:
     def num_drafts(self) -> int:
         """The drafts among the tokens. Only sequences that generate have some."""
         return 0 if self.is_prompt else len(self.tokens) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSlice:
+    """A sequence's part of the packed row: its tokens ``start..end``.
+
+    Attributes:
+        sequence: the sequence of these tokens.
+        start, end: positions in its sequence.
+        first_row: the first row of their queries.
+        first_key: the row of their first key and value; it differs from `first_row` only if queries
+            are left out.
+    """
+
+    sequence: SequenceStep
+    start: int
+    end: int
+    first_row: int
+    first_key: int
+
+    @property
+    def count(self) -> int:
+        """The number of its tokens."""
+        return self.end - self.start
+
+    def divided(self, most: int) -> Iterator[RequestSlice]:
+        """Yields parts of at most so many tokens, in order."""
+        for offset in range(0, self.count, most):
+            yield RequestSlice(
+                self.sequence,
+                self.start + offset,
+                min(self.start + offset + most, self.end),
+                self.first_row + offset,
+                self.first_key + offset,
+            )
 
 
 def first_scheduled_token(request: LlmRequest) -> int:

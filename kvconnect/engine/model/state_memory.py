@@ -8,10 +8,9 @@ from typing import NamedTuple, Self
 
 from torch import Tensor
 
-from kvconnect.engine.model.divided_states import DividedStates
 from kvconnect.engine.model.model import Model
 from kvconnect.engine.model.pool_groups import state_layers
-from kvconnect.engine.model.states import StateKey, StateSlots
+from kvconnect.engine.model.states import DividedStates, StateKey, StateSlots
 
 
 class StateRestore(NamedTuple):

@@ -87,16 +87,11 @@ def _make(copier: BlockCopier, one: BlockCopy | StateRestore, states: StateMemor
             raise UsageError(f"the leader sent {one}, and this rank's model has no states")
         states.restore(one)
         return
-    match one.order:
-        case "onboard":
-            copier.onboard(one.group, one.sources, one.targets)
-        case "offload":
-            copier.offload(one.group, one.sources, one.targets)
-        case "move":
-            copier.move(one.group, one.sources, one.targets)
-        case "copy_tokens":
-            ids = one.sources[0], one.targets[0]
-            copier.copy_tokens(one.group, *ids, one.num_tokens, from_host=one.from_host)
+    if one.order == "copy_tokens":
+        ids = one.sources[0], one.targets[0]
+        copier.copy_tokens(one.group, *ids, one.num_tokens, from_host=one.from_host)
+    else:
+        getattr(copier, one.order)(one.group, one.sources, one.targets)
 
 
 def _ints(ids: Sequence[int]) -> tuple[int, ...]:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from kvconnect.cache.memory.cache_memory import CacheMemory
 from kvconnect.cache.memory.copier import TensorCopier
+from kvconnect.cache.memory.pool_tensor import CacheMemory
+from kvconnect.cache.memory.sizing import free_nbytes
 from kvconnect.config import KvCacheConnectorConfig
-from kvconnect.connector.data import LlmArgs
-from kvconnect.connector.io.identity import stored_as
 from kvconnect.connector.ranks.communicator import Instructions
 from kvconnect.connector.runtime.loading import build_worker, connector_classes
 from kvconnect.connector.runtime.pools import checked_pools
 from kvconnect.connector.runtime.rank import RankDriver
 from kvconnect.connector.worker import KvCacheConnectorWorker
-from kvconnect.engine.attachment import NoConnector
+from kvconnect.engine.attachment import NoConnector, connector_args
 from kvconnect.engine.checkpoint.loading import LoadedModel, load_model
 from kvconnect.engine.model.forward_step import ForwardStep, LayerHooks
 from kvconnect.engine.model.pool_groups import CacheGeometry
@@ -30,7 +29,7 @@ from kvconnect.engine.ranks.messages import (
     Setup,
     StepWork,
 )
-from kvconnect.engine.ranks.settings import RankSettings, free_nbytes, rank_device
+from kvconnect.engine.ranks.settings import RankSettings, rank_device
 from kvconnect.errors import UsageError
 from kvconnect.keys import Shard
 
@@ -152,19 +151,19 @@ class Follower:
         self._states = StateMemory.of(self._model, setup.max_batch_size, memory.states)
 
     def _attach(self, connector: KvCacheConnectorConfig) -> None:
-        geometry, settings = self._geometry, self._settings
-        args = LlmArgs(
-            str(settings.directory),
-            settings.kv_cache,
+        args = connector_args(
+            self._settings.directory,
+            self._settings.kv_cache,
             connector,
-            layouts=geometry.stored_layouts,
-            model_digest=stored_as(geometry.digest(self._digest), connector),
+            self._geometry,
+            model_digest=self._digest,
             place=Shard(self._group.rank, self._group.size),
-            num_kv_heads=geometry.stored_kv_heads,
         )
         pools = checked_pools(self._memory, args.layouts)
         self._worker = build_worker(args, connector_classes(args)[1])
-        self._driver = RankDriver(self._worker, pools, self._group.communicator, wakeup=_nothing)
+        ranks = self._group.communicator
+        # No wakeup: the leader polls in time.
+        self._driver = RankDriver(self._worker, pools, ranks, wakeup=lambda: None)
 
     def _make_copies(self, work: StepWork) -> None:
         """Makes the copies that the leader's block manager ordered."""
@@ -187,7 +186,3 @@ class Follower:
     def _shut_down(self) -> None:
         if self._worker is not None:
             self._worker.shutdown()
-
-
-def _nothing() -> None:
-    """Does nothing, because the leader polls in time."""

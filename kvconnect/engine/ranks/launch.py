@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from functools import partial
 
 from kvconnect.engine.ranks.preparation import preparation
 from kvconnect.engine.ranks.settings import RankSettings
@@ -33,19 +32,17 @@ class FollowerProcesses:
     def __init__(self, settings: RankSettings, port: int) -> None:
         self._ended = False
         self._lost: RankLost | None = None
-        self._on_lost: Callable[[], None] = _nothing
+        self._on_lost: Callable[[], None] = lambda: None
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         start = json.dumps({"sys_path": sys.path, "port": port, "prepare": preparation()})
         try:
             for rank in range(1, settings.size):
-                self._processes[rank] = self._start(rank, partial(_started, rank, settings, start))
+                self._processes[rank] = self._start(rank, settings, start)
         except BaseException:
             self.end(0.0)
             raise
 
-    def _start(
-        self, rank: int, start: Callable[[], subprocess.Popen[bytes]]
-    ) -> subprocess.Popen[bytes]:
+    def _start(self, rank: int, settings: RankSettings, start: str) -> subprocess.Popen[bytes]:
         """Starts a process, on the thread that watches it.
 
         For the kernel that thread is the parent. It lives until the process ends, whereas the
@@ -55,7 +52,7 @@ class FollowerProcesses:
 
         def run() -> None:
             try:
-                process = start()
+                process = _started(rank, settings, start)
             except OSError as error:
                 started.set_exception(error)
                 return
@@ -123,7 +120,3 @@ def _started(rank: int, settings: RankSettings, start: str) -> subprocess.Popen[
     process.stdin.write(f"{start}\n{settings.encode()}\n".encode())
     process.stdin.flush()
     return process
-
-
-def _nothing() -> None:
-    """Does nothing."""

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from kvconnect.cache.kv_cache_manager import KVCacheManager
+from kvconnect.cache.memory.sizing import free_nbytes
 from kvconnect.cache.resource_manager import BaseKVCacheManager, KVCacheManagerFactory
 from kvconnect.config import KvCacheConfig
 from kvconnect.engine.checkpoint.loading import LoadedModel
@@ -30,7 +31,7 @@ from kvconnect.engine.ranks.messages import (
     Setup,
     StepWork,
 )
-from kvconnect.engine.ranks.settings import RankSettings, free_nbytes, limited
+from kvconnect.engine.ranks.settings import RankSettings, limited
 from kvconnect.errors import ConfigurationError, KvConnectError, ModelChanged, RankDivergence
 
 _LIFE_SIGN_S = 1.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -14,7 +14,6 @@ from kvconnect.connector.ranks.communicator import Instructions
 from kvconnect.engine.model.sequence_step import SequenceStep
 from kvconnect.engine.model.state_memory import StateRestore, StateWork
 from kvconnect.errors import RankDivergence
-from kvconnect.tokens import TokenArray
 
 Int32Array: TypeAlias = npt.NDArray[np.int32]
 
@@ -43,16 +42,12 @@ class SequenceMessage:
     """A `SequenceStep`, with the changes of its block tables since the step before.
 
     Attributes:
-        request_id, start, num_wanted, is_prompt, tokens: the fields of `SequenceStep`.
+        step: the sequence, without its block tables.
         lengths: the lengths of its block table in each pool group.
         places, blocks: by group, the indices in the table that changed, and their new blocks.
     """
 
-    request_id: int
-    start: int
-    num_wanted: int
-    is_prompt: bool
-    tokens: TokenArray
+    step: SequenceStep
     lengths: tuple[int, ...]
     places: tuple[Int32Array, ...]
     blocks: tuple[Int32Array, ...]
@@ -125,16 +120,9 @@ class PlanWriter:
         empty = np.empty(0, np.int32)
         before = self._tables.get(one.request_id, (empty,) * len(tables))
         places = tuple(map(_changed, before, tables))
-        return SequenceMessage(
-            one.request_id,
-            one.start,
-            one.num_wanted,
-            one.is_prompt,
-            tokens=one.tokens,
-            lengths=tuple(map(len, tables)),
-            places=places,
-            blocks=tuple(table[where] for table, where in zip(tables, places, strict=True)),
-        )
+        blocks = tuple(table[where] for table, where in zip(tables, places, strict=True))
+        lengths = tuple(map(len, tables))
+        return SequenceMessage(replace(one, tables=()), lengths, places=places, blocks=blocks)
 
 
 class PlanReader:
@@ -155,16 +143,10 @@ class PlanReader:
 
     def _sequence(self, sent: SequenceMessage) -> SequenceStep:
         empty = np.empty(0, np.int64)
-        before = self._tables.get(sent.request_id, (empty,) * len(sent.lengths))
+        number = sent.step.request_id
+        before = self._tables.get(number, (empty,) * len(sent.lengths))
         patches = zip(before, sent.lengths, sent.places, sent.blocks, strict=True)
-        return SequenceStep(
-            sent.request_id,
-            sent.start,
-            tokens=sent.tokens,
-            num_wanted=sent.num_wanted,
-            is_prompt=sent.is_prompt,
-            tables=tuple(_patched(*patch, sent.request_id) for patch in patches),
-        )
+        return replace(sent.step, tables=tuple(_patched(*patch, number) for patch in patches))
 
 
 def _int32(table: npt.NDArray[np.int64]) -> Int32Array:

@@ -165,14 +165,6 @@ def rank_device(device: str, rank: int, size: int) -> str:
     return f"cuda:{rank}"
 
 
-def free_nbytes(config: KvCacheConfig, device: torch.device) -> int:
-    """Returns the bytes of `device` that the cache may take; 0: no limit."""
-    if device.type != "cuda":
-        return 0
-    free, _ = torch.cuda.mem_get_info(device)
-    return int(free * config.free_gpu_memory_fraction)
-
-
 def limited(config: KvCacheConfig, nbytes: int) -> KvCacheConfig:
     """Returns `config` for a cache of at most `nbytes` bytes; 0: no further limit."""
     if not nbytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, overload
+from typing import TypeAlias, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +32,8 @@ class Logprob:
     decoded_token: str | None
 
 
+_Number = TypeVar("_Number", np.int32, np.float32)
+
 TokenLogprobs: TypeAlias = Mapping[int, Logprob]
 """By token id: the chosen token first, then the likeliest in order."""
 
@@ -55,6 +57,16 @@ class TopTokens:
 
     def __getitem__(self, rows: slice) -> TopTokens:
         return TopTokens(self.token_ids[rows], self.logprobs[rows], self.ranks[rows])
+
+    def grown(self, size: int) -> TopTokens:
+        """Returns a copy with `size` rows; those behind the present ones are not initialised."""
+
+        def copied(rows: npt.NDArray[_Number]) -> npt.NDArray[_Number]:
+            found = np.empty((size, *rows.shape[1:]), rows.dtype)
+            found[: len(rows)] = rows
+            return found
+
+        return TopTokens(copied(self.token_ids), copied(self.logprobs), copied(self.ranks))
 
 
 def top_tokens(logits: Tensor, tokens: Sequence[int], count: int) -> TopTokens:
@@ -114,9 +126,9 @@ class LogprobTable:
     def append(self, found: TopTokens) -> None:
         """Adds the rows of `found`, which has as many tokens in each row as those before."""
         count = self._count + len(found)
-        rows = self._rows
-        if rows is None or count > len(rows):
-            rows = self._rows = _grown(self._rows, self._count, found, max(count, 2 * self._count))
+        rows = found[:0] if self._rows is None else self._rows
+        if count > len(rows):
+            rows = self._rows = rows.grown(max(count, 2 * self._count))
         where = slice(self._count, count)
         rows.token_ids[where] = found.token_ids
         rows.logprobs[where] = found.logprobs
@@ -127,21 +139,6 @@ class LogprobTable:
         """Returns the rows from `first` on, as they are now."""
         rows = None if self._rows is None else self._rows[first : self._count]
         return LogprobView(rows, self._tokenizer)
-
-
-def _grown(before: TopTokens | None, count: int, like: TopTokens, size: int) -> TopTokens:
-    """Returns a copy of the first `count` rows of `before`, with room for `size`."""
-    width = like.token_ids.shape[1]
-    grown = TopTokens(
-        np.empty((size, width), np.int32),
-        np.empty((size, width), np.float32),
-        np.empty(size, np.int32),
-    )
-    if before is not None:
-        grown.token_ids[:count] = before.token_ids[:count]
-        grown.logprobs[:count] = before.logprobs[:count]
-        grown.ranks[:count] = before.ranks[:count]
-    return grown
 
 
 class LogprobView(Sequence[TokenLogprobs]):

@@ -61,10 +61,14 @@ class StopChecker:
             reason = token if token in self._named else None
             return StopStatus(self._rest(self._held), "stop", reason)
         text = self._held + (self._detokenizer.add(token) if self._detokenizer else "")
-        if (found := self._find(text)) is not None:
-            return StopStatus(text[: found.start], "stop", found.stop)
+        found = self._find(text)
+        if found is None and self._count == self._max_tokens:
+            text = self._rest(text)
+            found = self._find(text)
+        if found is not None:
+            return StopStatus(text[: found[0]], "stop", found[1])
         if self._count == self._max_tokens:
-            return self._at_length(text)
+            return StopStatus(text, "length")
         certain = len(text) - _beginning(text, self._stop_strings)
         self._held = text[certain:]
         return StopStatus(text[:certain], None)
@@ -73,40 +77,23 @@ class StopChecker:
         """Returns the text held back so far; no more text will come."""
         return self._rest(self._held)
 
-    def _at_length(self, text: str) -> StopStatus:
-        rest = self._rest(text)
-        if (found := self._find(rest)) is not None:
-            return StopStatus(rest[: found.start], "stop", found.stop)
-        return StopStatus(rest, "length")
-
     def _rest(self, text: str) -> str:
         return text + (self._detokenizer.finish() if self._detokenizer else "")
 
-    def _find(self, text: str) -> _Found | None:
-        """Returns the earliest stop string in `text`, if ``min_tokens`` are reached.
+    def _find(self, text: str) -> tuple[int, str] | None:
+        """Returns where the earliest stop string in `text` is, if ``min_tokens`` are reached.
 
         A stop string that ends within the text held back came before ``min_tokens`` and is ignored.
         """
         if self._count <= self._min_tokens:
             return None
         known = len(self._held)
-        return min(
-            (
-                _Found(start, stop)
-                for stop in self._stop_strings
-                if (start := text.find(stop, max(0, known - len(stop) + 1))) >= 0
-            ),
-            key=lambda found: found.start,
-            default=None,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """A stop string, and where it begins."""
-
-    start: int
-    stop: str
+        found = [
+            (start, stop)
+            for stop in self._stop_strings
+            if (start := text.find(stop, max(0, known - len(stop) + 1))) >= 0
+        ]
+        return min(found, key=lambda one: one[0], default=None)
 
 
 def _beginning(text: str, stops: Sequence[str]) -> int:
