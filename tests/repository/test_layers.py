@@ -13,7 +13,7 @@ import pytest
 VOCABULARY = (
     "address errors redaction text quantities tokens settings retention cache_options config layout"
     " keys shards digest backend frame trace otel request traced_request"
-    " sampling_params prometheus user_cache pace overlap explain"
+    " sampling_params prometheus user_cache pace overlap explain weak"
 )
 LAYERS = (
     *("cli", "server", "bench simulate", "operations", "integrations", "testing", "engine"),

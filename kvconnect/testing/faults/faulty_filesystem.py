@@ -1,4 +1,4 @@
-"""File systems that fail on demand: a shim that makes errors and short transfers, and a small one.
+"""The file systems that fail on demand: a shim for errors and short transfers, and a small one.
 
 The shim is between Python and the files below one directory. The small file system can be filled
 and made read-only; that needs root.

@@ -93,14 +93,13 @@ class _ForkServer:
     """The process that forks the children of this one, and a thread that receives their reports."""
 
     def __init__(self) -> None:
-        path = [entry or str(Path.cwd()) for entry in sys.path]
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "kvconnect.testing.processes.fork_server"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={
                 **os.environ,
-                "PYTHONPATH": os.pathsep.join(path),
+                "PYTHONPATH": os.pathsep.join(_path()),
                 "OMP_NUM_THREADS": "1",
                 "PYTHONHASHSEED": "77",
             },
@@ -122,7 +121,9 @@ class _ForkServer:
         packed = pack(subject).hex()
         with self._lock:
             self._number += 1
-            job = {"job": self._number, "subject": packed, "work": work, "arguments": arguments}
+            # With the path of now: a test runner adds folders of tests as it meets them.
+            job = {"job": self._number, "subject": packed, "path": _path(), "work": work}
+            job["arguments"] = arguments
             lines = self._jobs[self._number] = queue.Queue()
             stdin = self._process.stdin
             if stdin is None or not self.alive:
@@ -149,6 +150,11 @@ class _ForkServer:
         if self._process.stdout is not None:
             self._hearing.join(10)
             self._process.stdout.close()
+
+
+def _path() -> list[str]:
+    """Returns the folders from which this process imports."""
+    return [entry or str(Path.cwd()) for entry in sys.path]
 
 
 @cache

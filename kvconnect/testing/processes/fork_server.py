@@ -13,6 +13,7 @@ import json
 import os
 import selectors
 import signal
+import sys
 import traceback
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
@@ -51,6 +52,7 @@ def _child(job: dict[str, Any], subject: Subject, tell: Tell) -> None:
 
 
 def _start(job: dict[str, Any], running: dict[int, Tell], tell: Tell) -> None:
+    sys.path[:] = job["path"]
     try:
         subject = unpack(bytes.fromhex(job["subject"]))
     except Exception as error:  # noqa: BLE001 - the module is the user's, and may raise anything
