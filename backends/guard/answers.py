@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import reprlib
+from collections.abc import Iterator, Mapping, Sequence
 from math import inf
 
 import numpy as np
@@ -13,16 +14,17 @@ import numpy as np
 from kvconnect.backend import Child, StoredEntry
 from kvconnect.keys import KEY_NBYTES
 
+_LONGEST_TEXT = 200
+_brief = reprlib.Repr()
+_brief.maxother = _LONGEST_TEXT
 
-def are_children(answer: object) -> bool:
-    """Returns whether `answer` is a sequence of children, with fields of the right types."""
-    return (
-        isinstance(answer, Sequence)
-        and not isinstance(answer, (str, bytes))
-        and all(
-            isinstance(one, Child) and _is_key(one.key) and _is_tokens(one.tokens) for one in answer
-        )
-    )
+
+def wrong_in_children(answer: object) -> Iterator[object]:
+    """Yields what in `answer` is no child with fields of the right types; or all of `answer`."""
+    if not isinstance(answer, Sequence) or isinstance(answer, (str, bytes)):
+        yield answer
+    else:
+        yield from (one for one in answer if not _is_child(one))
 
 
 def is_entry(answer: object) -> bool:
@@ -41,29 +43,42 @@ def is_entry(answer: object) -> bool:
     )
 
 
-def are_entries(answer: object, count: int) -> bool:
-    """Returns whether `answer` has `count` elements, each of them an entry or ``None``."""
-    return (
-        isinstance(answer, Sequence)
-        and len(answer) == count
-        and all(one is None or is_entry(one) for one in answer)
-    )
+def wrong_in_entries(answer: object, count: int) -> Iterator[object]:
+    """Yields what in `answer` is neither an entry nor ``None``; or all, if not `count` elements."""
+    if not isinstance(answer, Sequence) or len(answer) != count:
+        yield answer
+    else:
+        yield from (one for one in answer if one is not None and not is_entry(one))
 
 
-def are_flags(answer: object, count: int) -> bool:
-    """Returns whether `answer` has `count` elements, each of them a ``bool``."""
-    return (
-        isinstance(answer, Sequence)
-        and len(answer) == count
-        and all(isinstance(one, bool) for one in answer)
-    )
+def wrong_in_flags(answer: object, count: int) -> Iterator[object]:
+    """Yields what in `answer` is no ``bool``; or all of it, if it has not `count` elements."""
+    if not isinstance(answer, Sequence) or len(answer) != count:
+        yield answer
+    else:
+        yield from (one for one in answer if not isinstance(one, bool))
 
 
-def are_numbers(answer: object) -> bool:
-    """Returns whether `answer` is a mapping of names to finite numbers."""
-    return isinstance(answer, Mapping) and all(
-        isinstance(name, str) and _is_number(number) for name, number in answer.items()
-    )
+def wrong_in_numbers(answer: object) -> Iterator[object]:
+    """Yields what in `answer` is no name of a finite number; all, if it is no mapping."""
+    if not isinstance(answer, Mapping):
+        yield answer
+    else:
+        for name, number in answer.items():
+            if not isinstance(name, str) or not _is_number(number):
+                yield {name: number}
+
+
+def brief(value: object) -> str:
+    """Returns `value` as a short text. Reads the beginning of a long list only.
+
+    The event loop stands still meanwhile: the text of all of a long list takes seconds.
+    """
+    return _brief.repr(value)[:_LONGEST_TEXT]
+
+
+def _is_child(value: object) -> bool:
+    return isinstance(value, Child) and _is_key(value.key) and _is_tokens(value.tokens)
 
 
 def _is_key(value: object) -> bool:

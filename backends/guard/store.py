@@ -6,14 +6,28 @@ import asyncio
 import logging
 import os
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvconnect.backend import Access, Backend, Child, StoredBlock, StoredEntry
-from kvconnect.backends.guard.answers import are_children, are_entries, are_flags, are_numbers
+from kvconnect.backends.guard.answers import (
+    brief,
+    wrong_in_children,
+    wrong_in_entries,
+    wrong_in_flags,
+    wrong_in_numbers,
+)
 from kvconnect.backends.guard.breaker import BreakerState
 from kvconnect.backends.guard.calls import Call, Calls, counted, mapped, unopened
 from kvconnect.backends.guard.codecs import Codecs
@@ -265,7 +279,8 @@ class GuardedBackend(Backend):
     async def children(self, key: BlockKey | None) -> Sequence[Child]:
         """Returns the stored blocks whose parent is `key`, within the deadline."""
         with self._trace("children"):
-            found = await self._ask("children", lambda: self.inner.children(key), are_children)
+            ask = partial(self.inner.children, key)
+            found = await self._ask("children", ask, wrong_in_children)
         return found if self._framed is None else self._framed.framing.children(key, found)
 
     async def scan(self) -> AsyncIterator[StoredEntry]:
@@ -276,8 +291,8 @@ class GuardedBackend(Backend):
 
     async def describe(self, keys: Sequence[BlockKey]) -> Sequence[StoredEntry | None]:
         """Returns the entry that `scan` would yield for each of `keys`, within the deadline."""
-        fits = partial(are_entries, count=len(keys))
-        return await self._ask("describe", lambda: self.inner.describe(keys), fits)
+        wrong_in = partial(wrong_in_entries, count=len(keys))
+        return await self._ask("describe", lambda: self.inner.describe(keys), wrong_in)
 
     async def pin(self, keys: Sequence[BlockKey], until: float | None) -> Sequence[bool]:
         """Pins or unpins `keys`, within the deadline; returns for each whether it is or was pinned.
@@ -285,8 +300,8 @@ class GuardedBackend(Backend):
         Raises:
             ConfigurationError: `inner` has no pins.
         """
-        fits = partial(are_flags, count=len(keys))
-        return await self._ask("pin", lambda: self.inner.pin(keys, until), fits)
+        wrong_in = partial(wrong_in_flags, count=len(keys))
+        return await self._ask("pin", lambda: self.inner.pin(keys, until), wrong_in)
 
     async def scrub(self) -> bool:
         """Overwrites some bytes of dropped blocks, within the deadline; see `Backend.scrub`."""
@@ -303,7 +318,7 @@ class GuardedBackend(Backend):
         self._opened()
         numbers: Mapping[str, float] = {}
         if self.available:
-            numbers = await self._ask("stats", self.inner.stats, are_numbers)
+            numbers = await self._ask("stats", self.inner.stats, wrong_in_numbers)
         return {**numbers, **self._calls.numbers()}
 
     def parts(self) -> Mapping[str, Backend]:
@@ -332,18 +347,21 @@ class GuardedBackend(Backend):
         return trace(f"store.{operation}", self._labels, **values)
 
     async def _ask(
-        self, operation: str, start: Callable[[], Awaitable[T]], fits: Callable[[object], bool]
+        self,
+        operation: str,
+        start: Callable[[], Awaitable[T]],
+        wrong_in: Callable[[object], Iterator[object]],
     ) -> T:
         """Returns the answer of `inner`, within the deadline.
 
         Raises:
-            BackendUnavailable: the answer does not fit, which is a failure of the call.
+            BackendUnavailable: something is `wrong_in` the answer, which fails the call.
         """
 
         async def asked(_: Call) -> T:
             answer = await start()
-            if not fits(answer):
-                raise BackendUnavailable(f"{self.name}: {operation} answered {answer!r:.200}")
+            for wrong in wrong_in(answer):
+                raise BackendUnavailable(f"{self.name}: {operation} answered {brief(wrong)}")
             return answer
 
         self._opened()

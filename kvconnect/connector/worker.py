@@ -117,9 +117,10 @@ class KvCacheConnectorWorker(ABC):
     def get_load_progress(self) -> Mapping[int, int]:
         """Returns the progress of loads that overlap with computing (*ours*).
 
-        Called after each `get_failed`; must not block. Maps a request's id to a position: every
-        token from there to the end of the load is in the blocks. A position never grows. The last
-        position is returned no later than the id in `get_finished` or `get_failed`.
+        Called after each `get_failed`, after forward passes only if a load runs; must not block.
+        Maps a request's id to a position: every token from there to the end of the load is in the
+        blocks. A position never grows. The last position is returned no later than the id in
+        `get_finished` or `get_failed`.
         """
         return {}
 

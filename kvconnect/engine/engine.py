@@ -212,10 +212,10 @@ class Engine:
         """Returns the tokens to compute of `requests`, and their blocks."""
         if not requests:
             return ()
-        groups = range(self._num_groups)
-        return planned(
-            requests, [self._kv.get_group_cache_indices(requests, group) for group in groups]
-        )
+        # The connector calls the same method: a user's manager may override only one of the two.
+        others = range(1, self._num_groups)
+        tables = [self._kv.get_group_cache_indices(requests, group) for group in others]
+        return planned(requests, [self._kv.get_batch_cache_indices(requests), *tables])
 
     # ------------------------------------------------------------------ forward
 

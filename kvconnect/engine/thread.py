@@ -239,7 +239,11 @@ class EngineThread:
                 case Abort():
                     self._engine.abort(message.request_id)
                 case Future():
-                    message.set_result(self._engine.reset_cache())
+                    try:
+                        message.set_result(self._engine.reset_cache())
+                    except BaseException as error:
+                        message.set_exception(error)
+                        raise
                 case Close():
                     self._closing = True
 

@@ -134,7 +134,7 @@ class RetentionPolicy:
                 start, end = 0, system_length
             elif rule.part == "prompt":
                 start, end = system_length, None
-            if end == 0:
+            if rule.part == "system" and not system_length:
                 continue
             ranges.append(
                 TokenRangeRetentionConfig(

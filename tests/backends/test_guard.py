@@ -7,12 +7,13 @@ import logging
 import threading
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from tier_store import DictTier
 
 from kvconnect import frame
-from kvconnect.backend import StoredBlock, StoredEntry
+from kvconnect.backend import Child, StoredBlock, StoredEntry
 from kvconnect.backends import GuardedBackend
 from kvconnect.backends.guard import breaker, pieces, scan
 from kvconnect.backends.guard.calls import counted
@@ -254,6 +255,34 @@ async def test_a_method_that_is_no_coroutine_fails_as_one(kit):
 
     with pytest.raises(BackendUnavailable, match="open failed"):
         await GuardedBackend(Plain()).open([kit.layout])
+
+
+async def test_of_a_long_answer_only_the_wrong_part_is_made_text(kit):
+    """The text of all of it would keep the event loop for seconds."""
+    written = []
+
+    class Written(Child):
+        def __repr__(self):
+            written.append(self)
+            return "a child"
+
+    tokens = np.zeros(1, np.int32)
+    many = [Written(kit.key(number), tokens) for number in range(1000)]
+
+    class Odd(DictTier):
+        async def children(self, key):
+            return [*many, Written(b"short", tokens)]
+
+        async def describe(self, keys):
+            return many
+
+    async with kit.opened(GuardedBackend(Odd())) as guard:
+        with pytest.raises(BackendUnavailable, match="children answered a child"):
+            await guard.children(None)
+        assert len(written) == 1
+        with pytest.raises(BackendUnavailable, match=r"describe answered \[a child, "):
+            await guard.describe([kit.key("a")])
+        assert len(written) < 20
 
 
 async def test_call_before_open_is_a_bug_of_the_caller(kit, inner):

@@ -13,6 +13,7 @@ from bench_engine import BenchEngine, PlainKv, T, llm_args, new_request, referen
 from overlap_engine import OverlapEngine, OverlapKv, OverlapPair, not_loaded
 from recording import Script, fail, never
 from stores import DictStore
+from waiting import until
 
 from kvconnect.config import KvCacheConnectorConfig
 from kvconnect.connector.data import Direction, TransferFailure
@@ -588,10 +589,8 @@ def test_a_load_that_is_met_ends_though_its_store_hangs_and_its_slots_come_back(
         staging = worker._access.staging
         assert staging.num_free < staging.num_slots
         kv.pool.fill_(12.5)  # canaries
-        freed = threading.Event()
-        staging.on_free(lambda: staging.num_free == staging.num_slots and freed.set())
         filled.at_load.open()
-        assert freed.wait(60)
+        until(lambda: staging.num_free == staging.num_slots)
         assert (kv.pool == 12.5).all()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import weakref
 
 import pytest
 import torch
@@ -68,12 +69,32 @@ def test_waiting_for_a_slot_ends_without_one_in_time() -> None:
     assert pool.take_within(SAVE, 0.01) == []
 
 
+class Listener:
+    def __init__(self, pool: StagingPool) -> None:
+        self.pool = pool
+        self.heard: list[int] = []
+        pool.on_free(self.freed)
+
+    def freed(self) -> None:
+        self.heard.append(self.pool.num_free)
+
+
 def test_listeners_hear_of_free_slots() -> None:
     pool = StagingPool(SLOT, PAYLOAD)
-    heard: list[int] = []
-    pool.on_free(lambda: heard.append(pool.num_free))
+    listener = Listener(pool)
     pool.give_back(LOAD, pool.take(LOAD, 1))
-    assert heard == [1]
+    assert listener.heard == [1]
+
+
+def test_slots_may_be_freed_after_their_listeners() -> None:
+    """A store that is stuck when its engine is closed frees them later."""
+    pool = StagingPool(SLOT, PAYLOAD)
+    first, second = Listener(pool), Listener(pool)
+    gone = weakref.ref(first)
+    del first
+    assert gone() is None
+    pool.give_back(LOAD, pool.take(LOAD, 1))
+    assert second.heard == [1]
 
 
 RESIDENT = """

@@ -100,6 +100,12 @@ def test_a_file_that_another_loader_may_take_counts(name, tmp_path, digest_of):
     assert len(found) == 3
 
 
+def test_files_that_change_names_count(tmp_path, digest_of):
+    one, two = {"a.pth": b"1", "b.pth": b"2"}, {"a.pth": b"2", "b.pth": b"1"}
+    found = {digest_of(make(tmp_path / str(n), WHOLE | more)) for n, more in enumerate((one, two))}
+    assert len(found) == 2
+
+
 @pytest.mark.parametrize(
     "name", ["README.md", "tokenizer_2.model", "logs/events.out", "notes.json", "modeling_mine.py"]
 )

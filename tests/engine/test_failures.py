@@ -53,6 +53,29 @@ def test_an_error_in_a_step_reaches_every_waiter(open_llm, llama, prompts):
             list(handle.stream())
 
 
+def test_an_error_while_the_cache_is_reset_reaches_its_caller(open_llm, llama):
+    llm = open_llm(llama)
+
+    def broken() -> bool:
+        raise Broken("the manager is gone")
+
+    caught: list[str] = []
+
+    def reset() -> None:
+        try:
+            llm.reset_prefix_cache()
+        except Broken as error:
+            caught.append(str(error))
+
+    llm._engine.reset_cache = broken
+    caller = threading.Thread(target=reset, daemon=True)
+    caller.start()
+    caller.join(timeout=10)
+    assert caught == ["the manager is gone"]
+    with pytest.raises(EngineClosed, match="has failed"):
+        llm.generate([1])
+
+
 def test_a_dead_engine_says_what_it_died_of(open_llm, llama):
     llm = open_llm(llama)
     break_after(llm, 0)
@@ -157,7 +180,7 @@ def test_a_closed_engine_frees_its_memory_at_once(tiny, prompts, no_collection, 
     llm = LLM(tiny(options.pop("family", "llama")), **options)
     llm.generate(prompts[:2], SHORT)
     llm.close()
-    parts = [llm._kv, llm._model]
+    parts = [llm._kv, llm._model, llm._kv._memory.pools[0]]
     if connector is not None:
         parts += [llm._engine._connector._scheduler, llm._engine._connector._worker._access.staging]
     kept = [weakref.ref(one) for one in parts]

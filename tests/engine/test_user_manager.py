@@ -10,6 +10,7 @@ from observed import tokens
 from torch import Tensor
 
 from kvconnect import KvCacheConfig, SamplingParams
+from kvconnect.cache.kv_cache_manager import KVCacheManager
 from kvconnect.cache.resource_manager import BaseKVCacheManager
 from kvconnect.errors import ConfigurationError, EngineClosed
 from kvconnect.layout import KvCacheLayout
@@ -105,6 +106,19 @@ def test_it_is_asked_once_a_step(llama, open_llm, factory, made):
     llm = open_llm(llama, kv_cache_manager=factory)
     llm.generate([[1] * 9, [2] * 9], SamplingParams(max_tokens=5, ignore_eos=True))
     assert made[0].prepared == llm.stats().steps == 5
+
+
+def test_engine_and_connector_ask_it_for_the_same_blocks(llama, open_llm):
+    asked = []
+
+    class Asked(KVCacheManager):
+        def get_batch_cache_indices(self, requests):
+            asked.append(len(requests))
+            return super().get_batch_cache_indices(requests)
+
+    llm = open_llm(llama, kv_cache_manager=Asked)
+    llm.generate([[1] * 9, [2] * 9], SamplingParams(max_tokens=5, ignore_eos=True))
+    assert asked == [2] * llm.stats().steps
 
 
 class Choosy(NaiveManager):

@@ -21,6 +21,7 @@ from kvconnect.backends.memory import from_url
 from kvconnect.backends.url import StoreUrl
 from kvconnect.config import KvCacheConfig, KvCacheConnectorConfig
 from kvconnect.connector.data import Direction, LlmArgs
+from kvconnect.connector.io import access as access_of_pools
 from kvconnect.connector.io import blocking
 from kvconnect.connector.io.blocking import StoreAccess
 from kvconnect.connector.io.copiers import AttachedCopier, PoolCopier
@@ -522,6 +523,21 @@ def test_nothing_is_copied_once_a_caller_was_told_that_the_loop_is_stuck(access,
     behind.wait(60)
     go_on.set()
     assert torch.equal(values, before)
+
+
+def test_what_is_staged_is_written_though_its_access_is_dropped(monkeypatch):
+    monkeypatch.setattr(access_of_pools, "CALL_NBYTES", 1)  # a block of a call
+    store = from_url(StoreUrl.parse("memory:?capacity=16MiB"))
+    values = torch.randn(LAYOUT.num_layers * 2, 9, T, 2, 8)
+    made = StoreAccess(arguments(store), [PagedKv.from_views(list(values), per_layer=2)])
+    opened, go_on = made._access.store, threading.Event()
+    opened.io.call_soon(lambda: go_on.wait(60))
+    assert made.save(blocks(chain([]).keys()[:8], list(range(1, 9)))) == 8
+    saves = made._saves
+    del made
+    go_on.set()
+    assert saves.flush(20)
+    opened.release()
 
 
 def test_each_lookup_has_the_whole_budget(access, monkeypatch):

@@ -356,6 +356,44 @@ def test_loads_that_are_called_off_end_and_count_for_nothing(tier):
     assert not kept.host.any()
 
 
+def test_a_load_that_the_loop_has_not_begun_is_called_off_with_the_others(tier):
+    kept = tier()
+    kept.save(1, range(4))
+    kept.wait(1)
+    kept.host.zero_()
+    busy, go_on = threading.Event(), threading.Event()
+    kept.opened.io.call_soon(lambda: busy.set() or go_on.wait(60))
+    assert busy.wait(60)
+    kept.loads.submit(2, [chunk(one) for one in range(4)], list(range(4)))
+    kept.loads.cancel()
+    go_on.set()
+    assert kept.wait(2) == [[]]
+    assert not kept.host.any()
+
+
+def test_nothing_is_copied_for_a_load_called_off_while_the_loop_is_stuck(tier):
+    kept = tier()
+    kept.save(1, range(4))
+    kept.wait(1)
+    kept.host.zero_()
+    go_on, busy, unstuck = threading.Event(), threading.Event(), threading.Event()
+    for _ in range(2):  # all threads that copy
+        kept.opened.copying.submit(lambda: go_on.wait(60))
+    kept.loads.submit(2, [chunk(one) for one in range(4)], list(range(4)))
+    kept.until(lambda: any(one.copying for one in list(kept.loads._loads._running)))
+    kept.opened.io.call_soon(lambda: busy.set() or unstuck.wait(60))
+    assert busy.wait(60)
+    kept.loads.cancel()
+    go_on.set()
+    behind = threading.Barrier(3)
+    for _ in range(2):
+        kept.opened.copying.submit(lambda: behind.wait(60))
+    behind.wait(60)
+    unstuck.set()
+    assert kept.wait(2) == [[]]
+    assert not kept.host.any()
+
+
 def test_what_a_load_had_brought_counts_for_nothing_when_it_is_called_off(tier, monkeypatch):
     monkeypatch.setattr(access, "CALL_NBYTES", ROW + 4096)  # a chunk of a call
     kept = tier()
@@ -504,6 +542,7 @@ def configuration(**more: object) -> SimpleNamespace:
         ({"cache_config": SimpleNamespace(prefix_caching_hash_algo="xxhash")}, "algo=xxhash"),
         ({"lora_config": "of adapters"}, "enable_lora"),
         ({"speculative_config": SimpleNamespace(method="eagle")}, "method=eagle"),
+        ({"speculative_config": SimpleNamespace(method=None)}, "method=None"),
         (
             {
                 "cache_config": SimpleNamespace(

@@ -94,6 +94,7 @@ def test_a_file_gives_every_request_the_same(tmp_path):
         (["system"], "PART=PRIORITY"),
         (["sistem=90"], "PART=PRIORITY"),
         (["system=high"], "PART=PRIORITY"),
+        (["0:0=90"], "token_end"),
         (["system=101"], "priority"),
         (["system=90:soon"], "a duration such as"),
         (["system=90", "system=80"], "system is given twice"),

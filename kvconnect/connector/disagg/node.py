@@ -194,7 +194,7 @@ class TransferNode(PeerNode):
     def close(self) -> None:
         """Closes all connections; idempotent.
 
-        Blocks until the transport no longer accesses the pools.
+        Blocks until the transport no longer accesses the pools. Their memory is not kept then.
         """
         self._hide_gauges()
         if self.fetcher is not None:
@@ -204,6 +204,9 @@ class TransferNode(PeerNode):
             self._offers.server.close(tuple(self._regions.values()))
         if self._device is not None:
             self._device.close()
+        # Connections and claims call back, and so keep this node until Python searches for circles.
+        self._regions.clear()
+        self._landing = None
 
     def set_wakeup(self, wakeup: Callable[[], None]) -> None:
         """Sets `wakeup`, which is called on any thread when a load or a lease ended."""

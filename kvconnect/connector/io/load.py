@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
@@ -17,7 +17,6 @@ from kvconnect.connector.io.staging import Fetched, Slot
 from kvconnect.errors import KvConnectError, RetryLater
 from kvconnect.explain.outcome import Outcome
 from kvconnect.trace import count
-from kvconnect.weak import weakly
 
 # A load of few full calls is split into calls of this share of a full one, so many at a time: the
 # copies after the last call overlap with no read.
@@ -170,7 +169,7 @@ class Loads:
         self._calls = CallTimes()
         self._reads: set[asyncio.Task[None]] = set()
         self._probing: asyncio.Task[None] | None = None
-        access.staging.on_free(weakly(self._slots_freed))
+        access.staging.on_free(self._slots_freed)
 
     def start(
         self,
@@ -222,10 +221,15 @@ class Loads:
         return came_to
 
     def cancel(self, request_id: int | None = None) -> None:
-        """Cancels the load of `request_id`, or every load; each ends soon. On any thread."""
-        # Not those that start before the loop's turn: the request may load anew by then.
-        loads = [one for one in list(self._running) if request_id in (None, one.order.request_id)]
-        self._access.store.io.call_soon(lambda: _cancel(loads))
+        """Cancels the load of `request_id`, or every load; each ends soon. On any thread.
+
+        No further copy into the pool starts, even if the loop is stuck.
+        """
+        for load in list(self._running):
+            if request_id in (None, load.order.request_id):
+                load.cancelled = True  # before it closes, or its end would count as a failure
+                load.closed = True
+        self._access.store.io.call_soon(self._wake_all)
 
     def _slots_freed(self) -> None:
         if self._running:
@@ -386,9 +390,3 @@ class Loads:
             self._report(load)
         elif load.arrived is not None:
             load.arrived()
-
-
-def _cancel(loads: Sequence[Load]) -> None:
-    for load in loads:
-        load.cancelled = True
-        load.close("")

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from weakref import WeakMethod
 
 from torch import Tensor
 
@@ -81,7 +82,7 @@ class StagingPool:
         self._free = list(range(self.num_slots - 1, -1, -1))
         self._used = dict.fromkeys(Direction, 0)
         self._changed = threading.Condition()
-        self._listeners: list[Callable[[], None]] = []
+        self._listeners: list[WeakMethod[Callable[[], None]]] = []
 
     def paged(self, layout: KvCacheLayout) -> PagedKv:
         """Returns the payloads of all slots as blocks of `layout`, numbered like the slots."""
@@ -148,12 +149,17 @@ class StagingPool:
             self._free.extend(slot.index for slot in slots)
             self._used[direction] -= len(slots)
             self._changed.notify_all()
-        for listener in self._listeners:
-            listener()
+        for reference in self._listeners:
+            if (listener := reference()) is not None:
+                listener()
 
     def on_free(self, listener: Callable[[], None]) -> None:
-        """Adds `listener`, called whenever slots become free, on the thread that frees them."""
-        self._listeners.append(listener)
+        """Adds `listener`, called whenever slots become free, on the thread that frees them.
+
+        It is a bound method, and its object is not kept alive: a store that is stuck at the end may
+        free slots later than that.
+        """
+        self._listeners.append(WeakMethod(listener))
 
     def _available(self, direction: Direction) -> int:
         return min(len(self._free), self._limit - self._used[direction])

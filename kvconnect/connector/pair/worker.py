@@ -26,7 +26,6 @@ from kvconnect.connector.worker import KvCacheConnectorWorker
 from kvconnect.errors import UsageError
 from kvconnect.kernels.blocks.paged import PagedKv
 from kvconnect.trace import warn_once
-from kvconnect.weak import weakly
 
 if TYPE_CHECKING:
     from kvconnect.connector.disagg.fetch.fetcher import Fetcher
@@ -123,7 +122,7 @@ class OffloadWorker(KvCacheConnectorWorker):
         self._loads = Loads(self._access, timeout_s=_OWN_SHARE * self._config.load_timeout_s)
         self._saves = SaveQueue(self._access)
         self._saves_all = all(map(self._access.saves, range(len(pools))))
-        self._access.staging.on_free(weakly(self._slots_freed))
+        self._access.staging.on_free(self._slots_freed)
 
     def set_wakeup(self, wakeup: Callable[[], None]) -> None:
         """Sets `wakeup`, which threads of the store and of the transfer call."""

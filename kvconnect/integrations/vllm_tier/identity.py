@@ -152,7 +152,8 @@ def chunks_digest(spec: Any, config: Any, settings: KvConnectTierSettings) -> by
 
 def _check(config: Any) -> None:
     algorithm = config.cache_config.prefix_caching_hash_algo
-    drafts = getattr(config.speculative_config, "method", None)
+    speculative = config.speculative_config
+    drafts = None if speculative is None else speculative.method
     refuse(
         {
             f"prefix_caching_hash_algo={algorithm}: chunks of different tokens could have one "
@@ -163,7 +164,7 @@ def _check(config: Any) -> None:
             ),
             f"speculative_config.method={drafts}: chunks would hold the KV of a draft model that "
             f"their names leave out; served are {', '.join(_DRAFTS_WITHOUT_MODEL)}": (
-                drafts not in (None, *_DRAFTS_WITHOUT_MODEL)
+                speculative is not None and drafts not in _DRAFTS_WITHOUT_MODEL
             ),
             "calculate_kv_scales: the scales of a quantized cache come from the first prompts, and "
             "are not in the chunks; use scales of the checkpoint": (

@@ -229,6 +229,7 @@ class ChunkLoads:
     def cancel(self) -> None:
         """Cancels all submitted loads. Every job still ends."""
         self._loads.cancel()
+        self._io.call_soon(self._loads.cancel)  # for those that the loop has not begun
 
     def _begin(self, number: int, chunks: Sequence[bytes], rows: Sequence[int]) -> None:
         groups: dict[bytes, list[tuple[bytes, int]]] = {}

@@ -25,6 +25,7 @@ from kvconnect.testing.processes.usage import descriptors
 from kvconnect.transfer.control import channel as channel_module
 from kvconnect.transfer.control.channel import Channel, SendQueue
 from kvconnect.transfer.control.endpoint import Timing
+from kvconnect.transfer.control.handshake import OPENING_LIMIT, shake_hands
 from kvconnect.transfer.control.listener import Listener
 from kvconnect.transfer.control.messages import (
     Claim,
@@ -220,6 +221,18 @@ def test_a_peer_is_noticed_if_it_freezes_and_not_if_its_step_takes_long(process)
         d.connected()
         process.ask("close")
         assert "the peer is shutting down" in d.disconnected()
+
+
+def test_the_side_that_listens_notices_silence_too():
+    p = Side("P", timing=SHORT)
+    with (
+        Listener(p.endpoint) as listening,
+        socket.create_connection(("127.0.0.1", listening.port)) as silent,
+    ):
+        wire = Wire(silent, limit=OPENING_LIMIT, silence_s=60)
+        shake_hands(wire, Side("D").endpoint, initiator=True)
+        p.connected()
+        assert "no sign of life" in p.disconnected(30)
 
 
 def test_what_is_late_by_its_own_fault_waits_as_long_again(monkeypatch):

@@ -115,6 +115,7 @@ class Fetcher:
             self._closed = True
             self._changed.notify()
         self._thread.join()
+        self._landing = None
         self.claims.drop_all()
 
     # ------------------------------------------------------------------ the thread
