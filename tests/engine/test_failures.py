@@ -72,6 +72,7 @@ def test_an_error_while_the_cache_is_reset_reaches_its_caller(open_llm, llama):
     caller.start()
     caller.join(timeout=10)
     assert caught == ["the manager is gone"]
+    llm._thread._thread.join(timeout=60)
     with pytest.raises(EngineClosed, match="has failed"):
         llm.generate([1])
 

@@ -79,8 +79,7 @@ def test_absorbed_and_expanded_attention_agree(module):
     latents = Latents(module)
     keys, values = latents.expanded(torch.randn(1, 9, latents.dim, dtype=torch.float64))
     assert latents.agrees()
-    assert keys.shape == (4, 9, 24)
-    assert values.shape[2] == 24  # of 16, padded
+    assert keys.shape == values.shape == (4, 9, module.qk_head_dim)  # values have 16, padded
     assert not values[..., 16:].any()
 
 
@@ -123,7 +122,7 @@ def _chosen(request, monkeypatch):
 @pytest.mark.parametrize("family", ALL)
 def test_cold_chunked_and_reused(family, tiny, open_llm, reference, prompts):
     llm = open_llm(tiny(family), max_num_tokens=24)
-    assert all(one.is_latent and one.key_dim == 40 for one in llm.layouts)
+    assert all(one.is_latent and one.key_dim in {40, 48} for one in llm.layouts)
     for _ in range(2):
         assert tokens(llm.generate(prompts, GREEDY)) == reference(tiny(family), prompts, 12)
 
