@@ -21,7 +21,8 @@ _SILENT_S = 0.04
 On a CPU this block slows the load down, by more than it saves if the store is fast.
 """
 _LOADED_SOON_S = 0.25
-"""The predicted rest of a load beside which an unmeasured model computes nothing."""
+"""The predicted rest of a load beside which an unmeasured model computes nothing; halved with each
+earlier load, so that a model that only loads is measured."""
 _SOONEST_S = 0.001
 """The shortest time after which a silent load is checked again."""
 _WORTH = 0.12
@@ -166,7 +167,7 @@ def next_chunk(
     limit = min(max_tokens, model.reach)
     if limit < first:
         alive = load.is_measured or load.amount > 0
-        block_s = _LOADED_SOON_S if alive else _SILENT_S
+        block_s = _LOADED_SOON_S * 0.5**load.num_earlier if alive else _SILENT_S
         if rest_s < block_s:
             return Chunk(0, max(_SOONEST_S, load.silence_for(block_s, left, seconds)))
         return Chunk(first)

@@ -20,8 +20,9 @@ _SHORTEST_S = 1e-6
 """The resolution of a clock: a shorter measurement of a step counts as this long."""
 _KEEP = 0.8
 """The weight of a step relative to the next one of its class."""
-_RIDGE = 1e-9
-"""The ridge term: divides time that cannot be attributed evenly among the features."""
+_RIDGES = (1e-9, 1e-9, 1e-3)
+"""The ridge term of each feature. Time that cannot be attributed is divided evenly among a step and
+its tokens; none is attributed to their context, which would make a long prompt's far too long."""
 _TINY_S = 1e-9
 """A time shorter than the resolution of clocks."""
 _REACH = 4
@@ -86,7 +87,7 @@ class _Fit:
         while chosen:
             found = _gauss(
                 [
-                    [matrix[i][j] / scale[i] / scale[j] + _RIDGE * (i == j) for j in chosen]
+                    [matrix[i][j] / scale[i] / scale[j] + _RIDGES[i] * (i == j) for j in chosen]
                     + [target[i] / scale[i]]
                     for i in chosen
                 ]
@@ -181,6 +182,7 @@ class LoadPace:
         self._num_slow = 0
         self._silence_s = 0.0
         self._num_rejected = 0
+        self._num_loads = 0
         self._piece = 0.0
         self._gap_s = 0.0
 
@@ -196,6 +198,11 @@ class LoadPace:
     def num_rejected(self) -> int:
         """Returns the loads that `explores` has counted since the store's pace changed."""
         return self._num_rejected
+
+    @property
+    def num_loads(self) -> int:
+        """Returns the number of loads with progress that were added."""
+        return self._num_loads
 
     @property
     def piece(self) -> float:
@@ -225,6 +232,7 @@ class LoadPace:
             gap_s: the longest time between two reports of progress.
             total: the amount that was requested.
         """
+        self._num_loads += 1
         self._piece = min(piece, 1.25 * self._piece) if self._piece else piece
         (before, early), (amount, late) = first, last
         old = self._measured
@@ -331,6 +339,11 @@ class RunningLoad:
     def is_measured(self) -> bool:
         """Returns whether the rate is known, from earlier loads or from this one."""
         return bool(self._pace.coefficients) or self._num_news > 1
+
+    @property
+    def num_earlier(self) -> int:
+        """Returns the number of earlier loads that had progress."""
+        return self._pace.num_loads
 
     def overdue_after(self) -> float:
         """Returns the seconds after which the next progress is clearly late."""

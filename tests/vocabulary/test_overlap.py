@@ -194,6 +194,20 @@ def test_an_unmeasured_model_computes_nothing_beside_a_load_that_ends_soon():
     assert chunk_of(prompt_of(1024), model=StepPace(), pace=late).tokens == T
 
 
+def test_a_model_that_only_loads_is_measured_after_some_loads():
+    store = Store(rate=10_000.0)  # a tenth of a second for the prompt
+    pace = LoadPace()
+    computed = []
+    for _ in range(6):
+        load = RunningLoad(pace, 1024)
+        for piece in range(1, 5):
+            load.progress(256.0 * piece, 256 * piece / store.rate)
+        load.end(1024 / store.rate)
+        computed.append(chunk_of(prompt_of(1024), model=StepPace(), pace=pace).tokens)
+    assert computed[0] == 0
+    assert computed[-3:] == [T] * 3
+
+
 def test_an_unmeasured_model_computes_beside_a_load_that_has_stopped():
     prompt, news = prompt_of(256, loaded_from=224), [(16, 0.01), (32, 0.02)]
     assert chunk_of(prompt, model=StepPace(), news=news[:1], seconds=0.06).tokens == 0
