@@ -71,6 +71,7 @@ class LlmRequest:
         cache: its use of stores; `retention` has the worth of its blocks.
         reused_device_tokens, reused_store_tokens, computed_tokens: what its prompt cost so far.
         reused_host_tokens: those of `reused_device_tokens` that the host tier brought back.
+        loads_alone: nothing is expected to be computed beside the load.
         lookup_late: the store had not answered the lookup when the request was admitted.
         account: the outcome of each token of its prompt.
         num_connector_matched_tokens: tokens of the connector's match that this admission takes; 0:
@@ -116,6 +117,7 @@ class LlmRequest:
         self.load_floor = 0
         self.load_head = 0
         self.load_follows = False
+        self.loads_alone = False
         self.load_times: list[tuple[int, float]] = []
         self.draft_tokens = _NO_TOKENS
         self.arrived_at = time.perf_counter()

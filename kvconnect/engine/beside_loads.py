@@ -57,7 +57,8 @@ class BesideLoads:
 
     Args:
         max_num_tokens: the most tokens of a step.
-        num_prompts: returns how many prompts are not computed yet, at least 1.
+        num_requests: returns how many prompts are not computed yet, at least 1, and how many
+            requests run.
         reserve: allocates the blocks that a request needs to compute up to a token; returns False
             if there are not enough.
         chunk_end: returns where a request's chunk from one token to another has to end, if a
@@ -69,14 +70,14 @@ class BesideLoads:
     def __init__(
         self,
         max_num_tokens: int,
-        num_prompts: Callable[[], int],
+        num_requests: Callable[[], tuple[int, int]],
         reserve: Callable[[LlmRequest, int], bool] = lambda *_: True,
         chunk_end: Callable[[LlmRequest, int, int], int] = lambda _request, _start, end: end,
         *,
         stepped: bool = False,
     ) -> None:
         self._max_num_tokens = max_num_tokens
-        self._num_prompts = num_prompts
+        self._num_requests = num_requests
         self._reserve = reserve
         self._chunk_end = chunk_end
         self._stepped = stepped
@@ -89,7 +90,12 @@ class BesideLoads:
         self._exploring: WeakSet[LlmRequest] = WeakSet()
 
     def is_worth(self, request: LlmRequest, match: ExternalMatch) -> bool:
-        """Returns whether to start the load of `match`: it may load a block before its turn."""
+        """Returns whether to start the load of `match`: it may load a block before its turn.
+
+        Sets ``request.loads_alone``.
+        """
+        num_prompts, num_running = self._num_requests()
+        request.loads_alone = self._loads_alone(match, num_prompts, beside_others=num_running > 0)
         if not match.overlaps or match.follows or (self._stepped and match.position):
             return True
         prompt = self._prompt(request, match.position, loaded_from=match.end, end=match.end)
@@ -100,13 +106,30 @@ class BesideLoads:
             self._steps,
             self._loads,
             max_tokens=self._max_num_tokens,
-            num_prompts=self._num_prompts(),
+            num_prompts=num_prompts,
         ):
             if self._loads.num_rejected > rejected:
                 self._exploring.add(request)
             return True
         count("engine.load", labels=(("decision", "compute"),))
         return False
+
+    def _loads_alone(self, match: ExternalMatch, num_prompts: int, *, beside_others: bool) -> bool:
+        """Returns whether it is predicted that nothing is computed beside the load of `match`.
+
+        Args:
+            match: the match.
+            num_prompts: prompts that are computed in turns, this one included.
+            beside_others: true if requests run.
+        """
+        loaded_s = self._loads.predict(match.num_tokens)
+        chunk = self._max_num_tokens
+        computed_s = self._steps.seconds_for_prompt(match.position, match.end, chunk)
+        if loaded_s is None or computed_s is None:
+            return False
+        # Both together take ``loaded_s / (1 + loaded_s / computed_s)``.
+        least = 1.0 if beside_others else (1 - _WORTH) / _WORTH
+        return least * loaded_s < num_prompts * computed_s
 
     def add_chunk(self, batch: ScheduledBatch, loading: Iterable[LlmRequest]) -> list[LlmRequest]:
         """Adds a chunk of one `loading` request to `batch`, within the budget that it leaves.

@@ -92,7 +92,7 @@ class Scheduler:
         self._drafter = None if speculation is None else NgramDrafter(speculation)
         self.beside_loads = BesideLoads(
             max_num_tokens,
-            weakly(self._num_prompts),
+            weakly(self._num_requests),
             weakly(self._reserve_beside),
             self._ends,
             stepped=stepped,
@@ -134,9 +134,9 @@ class Scheduler:
             request.forget_load()
         return batch
 
-    def _num_prompts(self) -> int:
+    def _num_requests(self) -> tuple[int, int]:
         computing = sum(one.state is RequestState.CONTEXT for one in self.running)
-        return max(1, len(self.waiting) + len(self.loading) + computing)
+        return max(1, len(self.waiting) + len(self.loading) + computing), len(self.running)
 
     def resume(self, request: LlmRequest) -> None:
         """Resumes `request`, whose load ended: the rest of its prompt can be computed."""

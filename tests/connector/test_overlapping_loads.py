@@ -623,6 +623,23 @@ def test_calls_go_from_the_end_to_the_beginning_and_each_reads_forwards(
     assert 2 < len(store.loads) < 40
 
 
+def test_a_load_with_nothing_beside_makes_few_calls(store: DictStore) -> None:
+    prompt = list(range(40 * T + 1))
+    with BenchEngine(llm_args(store)) as bench:
+        bench.answer(prompt)
+    calls = []
+    for alone in (False, True):
+        store.loads.clear()
+        with OverlapEngine(llm_args(store)) as bench:
+            bench.beside = lambda _: 0
+            request = bench.submit(prompt)
+            request.loads_alone = alone
+            bench.run()
+            assert tokens(request) == reference(prompt)
+        calls.append(len(store.loads))
+    assert calls[0] > 3 * calls[1]
+
+
 def test_a_call_that_lacks_a_block_brings_none(store: DictStore) -> None:
     """It has read the ones before the missing block, which are of no use."""
     prompt = list(range(40 * T + 1))

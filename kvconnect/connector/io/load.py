@@ -305,18 +305,19 @@ class Loads:
 
     def _start_reads(self, load: Load) -> None:
         stop = min(load.stop, load.wanted)
+        fine = load.order.overlaps and not load.order.alone
         # Pieces that arrived are copied while the next ones come. A short load makes smaller calls.
         piece, at_once = self._access.call_blocks, LOADS_IN_FLIGHT
         if stop <= 2 * piece * at_once:
             piece, at_once = max(1, piece // _SHORT_SHARE), _SHORT_IN_FLIGHT
-            if load.order.overlaps and self._calls.hiding(piece) == piece:
+            if fine and self._calls.hiding(piece) == piece:
                 at_once = LOADS_IN_FLIGHT * _SHORT_SHARE  # hides the time of answers
         while (
             load.next < stop
             and load.reading < at_once
             and load.reading + load.copying < 2 * at_once
         ):
-            size = self._fine(load, piece) if load.order.overlaps else piece
+            size = self._fine(load, piece) if fine else piece
             slots = self._access.staging.take(Direction.LOAD, min(size, stop - load.next))
             if not slots:
                 return
@@ -327,7 +328,7 @@ class Loads:
             load.reading += 1
 
     def _fine(self, load: Load, most: int) -> int:
-        """Returns the blocks of the next call of a load that overlaps with computing."""
+        """Returns the blocks of the next call of a load beside which tokens are computed."""
         num_blocks = len(load.order.blocks)
         if not load.next and num_blocks > _FINE_PIECES:
             return 1  # measures the time of an answer

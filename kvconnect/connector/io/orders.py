@@ -47,6 +47,8 @@ class LoadBlocks:
             are computed.
         divisible: true if the leading blocks alone make their tokens valid. False with windows or
             several pools: a missing block makes the whole load useless, unless it `overlaps`.
+        alone: true if nothing is expected to be computed meanwhile: the load makes few calls, which
+            disturb other requests less.
     """
 
     request_id: int
@@ -55,6 +57,7 @@ class LoadBlocks:
     blocks: tuple[BlockLoad, ...]
     divisible: bool = True
     overlaps: bool = False
+    alone: bool = False
 
     def loaded_from(self, num_blocks: int, tokens_per_block: int) -> int:
         """Returns the token from which on all up to `end` are loaded after `num_blocks`.

@@ -32,6 +32,7 @@ class _Prompt:
         promised: the tokens ``start..end`` reported to the runtime for this admission, until their
             load is ordered.
         overlaps: true if their load fills the last block first.
+        alone: true if nothing is expected to be computed beside that load.
         asked_at: the time of the first call for the answer, by an engine that repeats the call.
     """
 
@@ -40,6 +41,7 @@ class _Prompt:
     hit: Hit | None = None
     promised: tuple[int, int] | None = None
     overlaps: bool = False
+    alone: bool = False
     asked_at: float | None = None
 
 
@@ -208,7 +210,10 @@ class StoreFinding:
     def admitted(self, request: LlmRequest) -> None:
         """Drops the match of `request` unless the runtime loads it now."""
         prompt = self._prompts.get(request.request_id)
-        if prompt is not None and not request.num_connector_matched_tokens:
+        if prompt is None:
+            return
+        prompt.alone = request.loads_alone
+        if not request.num_connector_matched_tokens:
             prompt.promised = None
 
     def order(self, data: RequestData) -> LoadBlocks | None:
@@ -234,7 +239,9 @@ class StoreFinding:
         if prompt.overlaps:
             # The last tokens first, in all groups: from each of them on, the load is whole.
             blocks = tuple(sorted(blocks, key=lambda block: block.number, reverse=True))
-        return LoadBlocks(data.request_id, start, end, blocks, divisible, prompt.overlaps)
+        return LoadBlocks(
+            data.request_id, start, end, blocks, divisible, prompt.overlaps, prompt.alone
+        )
 
     def _blocks_to_load(
         self, data: RequestData, hit: Hit, start: int, end: int

@@ -6,6 +6,7 @@ from beside import PROMPT, T
 from observed import request_of
 
 from kvconnect.engine.beside_loads import BesideLoads
+from kvconnect.pace import LoadPace
 from kvconnect.request import ExternalMatch, LlmRequest, ScheduledBatch
 from kvconnect.trace import metrics
 
@@ -21,7 +22,7 @@ def prompt(number: int = 1, *, loads: bool = False) -> LlmRequest:
 
 def measured(max_num_tokens: int, step_s: float, *, stepped: bool = False) -> BesideLoads:
     """Knows steps that take `step_s` for each token, and loads of five seconds for each block."""
-    paces = BesideLoads(max_num_tokens, lambda: 1, stepped=stepped)
+    paces = BesideLoads(max_num_tokens, lambda: (1, 0), stepped=stepped)
     for size in (T, 100, 1 << 10):
         paces._steps.record(size, size * size / 2, 0.001 + size * step_s)
     paces._loads.record((T, 5.0), (100 * T, 500.0), piece=T, gap_s=5.0, total=100 * T)
@@ -33,7 +34,7 @@ def test_the_progress_of_a_cancelled_load_is_not_that_of_the_next() -> None:
     request.load_times = [(2 * T, 0.5)]  # came while the request waited to be admitted again
     labels = (("decision", "compute"),)
     before = metrics.by_labels().get(labels, {}).get("engine.load", 0)
-    beside = BesideLoads(64, lambda: 1)
+    beside = BesideLoads(64, lambda: (1, 0))
     beside.add_chunk(ScheduledBatch(), [request])
     request.num_computed_tokens = T
     beside.end(request)
@@ -42,7 +43,7 @@ def test_the_progress_of_a_cancelled_load_is_not_that_of_the_next() -> None:
 
 def test_a_first_token_does_not_wait_for_what_is_computed_beside_a_load(monkeypatch):
     first, second = prompt(0), prompt(1, loads=True)
-    paces = BesideLoads(1 << 10, lambda: 2)
+    paces = BesideLoads(1 << 10, lambda: (2, 0))
     monkeypatch.setattr(paces, "chunk", lambda _, budget, **__: min(T, budget))
     paces.add_chunk(ScheduledBatch(), [second])
     steps = []
@@ -72,6 +73,21 @@ def test_a_load_that_explores_is_not_ended_before_its_first_byte():
     request.load_times = [(11 * T, 0.001), (6 * T, 0.003), (0, 0.005)]
     paces.end(request)
     assert paces.is_worth(request, match)
+
+
+def test_a_load_is_alone_if_nothing_would_be_computed_beside_it():
+    paces = measured(1 << 10, 1e-3)
+    match = ExternalMatch(0, END, is_async=True, overlaps=True)
+    request = prompt()
+    for num_prompts, num_running, block_s, alone in (
+        *((1, 1, 1e-4, True), (1, 1, 0.005, True), (1, 1, 5.0, False)),
+        *((1, 0, 1e-4, True), (1, 0, 0.005, False), (4, 0, 0.005, True)),
+    ):
+        paces._num_requests = lambda counts=(num_prompts, num_running): counts
+        paces._loads = LoadPace()
+        paces._loads.record((T, 0.0), (9 * T, 8 * block_s), piece=T, gap_s=0.0, total=9 * T)
+        paces.is_worth(request, match)
+        assert request.loads_alone is alone
 
 
 def test_mixers_that_step_compute_all_at_once_or_nothing():
