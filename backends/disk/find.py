@@ -23,8 +23,9 @@ T = TypeVar("T")
 
 _VALUES_PER_QUERY = 512
 _ROWS_PER_PAGE = 1024
-# The blocks `b` that have not expired; its values are those of `valid`.
-_VALID = "(b.created >= ? AND b.expires > ? OR b.pinned > ?)"
+# The blocks `b` that have not expired; its values are those of `valid`. The plus keeps SQLite from
+# looking for an index for the OR, which costs a third of the time of a lookup.
+_VALID = "+(b.created >= ? AND b.expires > ? OR b.pinned > ?)"
 # The blocks `b` that can be read: a damaged row must not lead outside of its segment `s`.
 READABLE = (
     " FROM blocks AS b JOIN segments AS s ON s.id = b.segment WHERE b.slot >= 0"

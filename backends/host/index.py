@@ -102,9 +102,12 @@ class MemoryIndex:
         """Returns the leading blocks of `keys` that are present; they count as used now."""
         now, wall = self.tick(), time.time()
         found = []
+        blocks = self._blocks
         for key in keys:
-            block = self.get(key)
+            block = blocks.get(key)
             if block is None:
+                break
+            if block.metadata.expires_at is not None and self.get(key) is None:
                 break
             block.used, block.used_at = now, wall
             found.append(block)
