@@ -6,6 +6,7 @@ import sqlite3
 
 from kvconnect.backends.disk.damage import whole_numbers
 from kvconnect.backends.disk.files.direct_io import Location, aligned_size
+from kvconnect.frame import ALIGNMENT
 
 # The bytes that one transaction overwrites while others wait.
 _NBYTES = 16 << 20
@@ -15,11 +16,13 @@ _FREE = (
     "SELECT segment, slot, size FROM free JOIN segments ON id = segment"
     " WHERE (segment, slot) > (?, ?) AND slot >= 0 AND slot < slots ORDER BY segment, slot LIMIT ?"
 )
+# `aligned_size` in SQL, which divides whole numbers without the rest.
+_ALIGNED = f"(max(b.length, 1) + {ALIGNMENT - 1}) / {ALIGNMENT} * {ALIGNMENT}"
 _LONGER = (
-    "SELECT b.id, b.segment, b.slot, s.size, b.length FROM blocks AS b"
+    "SELECT b.id, b.segment, b.slot, s.size, b.length FROM blocks AS b"  # noqa: S608 - of constants
     " JOIN segments AS s ON s.id = b.segment WHERE b.id > ? AND b.id <= ?"
     " AND b.slot >= 0 AND b.slot < s.slots"
-    " AND b.length >= 0 AND (b.length + 4095) / 4096 * 4096 < s.size ORDER BY b.id LIMIT ?"
+    f" AND b.length >= 0 AND {_ALIGNED} < s.size ORDER BY b.id LIMIT ?"
 )
 
 

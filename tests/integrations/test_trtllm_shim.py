@@ -296,6 +296,14 @@ def test_what_is_not_possible_is_refused_by_name(given, complaint):
             {"min_tokens": 3, "repetition_penalty": 1.5},
             {"min_tokens": 3, "repetition_penalty": 1.5},
         ),
+        ({"n": 2, "best_of": 2, "temperature": 1.0}, {"n": 2, "temperature": 1}),
+        ({"min_p": 0.2}, {"temperature": 1, "top_k": 0, "top_p": 1, "min_p": 0.2}),
+        ({"min_p": 1.0, "temperature": 3.0}, {"temperature": 0}),
+        ({"min_p": 0.0}, {"temperature": 0}),
+        (
+            {"presence_penalty": 0.0, "frequency_penalty": 0.0, "prompt_logprobs": 0},
+            {"presence_penalty": 0, "frequency_penalty": 0, "prompt_logprobs": None},
+        ),
     ],
 )
 def test_sampling_parameters_mean_the_same(given, expected):
@@ -315,28 +323,50 @@ def test_log_probabilities_are_given_where_they_are_asked_for(llm):
     assert llm.generate(TEXT, SamplingParams(max_tokens=1)).outputs[0].logprobs == []
 
 
-# TensorRT-LLM counts the tokens of the prompt in its penalties of presence and frequency.
+def test_several_completions_are_answered_with_all_of_them(llm, tiny):
+    asked = SamplingParams(n=2, temperature=1.0, seed=3, max_tokens=5, end_id=-1)
+    with kvconnect.LLM(tiny) as plain:
+        [expected] = plain.generate([TEXT], asked.for_engine())
+    whole = llm.generate(TEXT, asked)
+    assert [one.index for one in whole.outputs] == [0, 1]
+    assert [one.token_ids for one in whole.outputs] == [
+        list(one.token_ids) for one in expected.outputs
+    ]
+    assert whole.outputs[0].token_ids != whole.outputs[1].token_ids
+    chunks = list(llm.generate_async(TEXT, asked))
+    assert [one.finished for one in chunks] == [False] * (len(chunks) - 1) + [True]
+    for index, same in enumerate(whole.outputs):
+        answers = [one.outputs[index] for one in chunks]
+        assert (answers[-1].token_ids, answers[-1].text) == (same.token_ids, same.text)
+        assert [token for one in answers for token in one.token_ids_diff] == same.token_ids
+        assert "".join(one.text_diff for one in answers) == same.text
+        assert answers[-1].finish_reason == "length"
+
+
 @pytest.mark.parametrize(
-    "given",
+    ("given", "reason"),
     [
-        *({"n": 2}, {"use_beam_search": True}, {"top_p_decay": 0.5}),
-        *({"presence_penalty": 0.5}, {"frequency_penalty": 0.5}),
+        ({"use_beam_search": True}, "does not have it"),
+        ({"top_p_decay": 0.5}, "does not have it"),
+        ({"best_of": 2}, "does not have it"),
+        ({"presence_penalty": 0.5}, "counts the tokens of the prompt"),
+        ({"frequency_penalty": 0.5}, "counts the tokens of the prompt"),
+        ({"prompt_logprobs": 2}, "behind each token"),
     ],
 )
-def test_sampling_that_the_engine_lacks_is_refused_by_name(given):
+def test_sampling_that_would_mean_something_else_is_refused_by_name(given, reason):
     [(name, value)] = given.items()
-    with pytest.raises(ConfigurationError, match=rf"SamplingParams\.{name}={value}.*leave it at"):
+    complaint = rf"SamplingParams\.{name}={value}: .*{reason}.*; leave it at (None|False)"
+    with pytest.raises(ConfigurationError, match=complaint):
         SamplingParams(**given).for_engine()
 
 
 def test_arguments_that_would_change_an_answer_are_refused(llm, tiny):
-    two = kvconnect.SamplingParams(n=2, temperature=1.0)
     for complaint, ask in {
         "lora_request": lambda: llm.generate("text", lora_request=object()),
         "unknown argument 'cache_slat'.*'cache_salt'": lambda: llm.generate("text", cache_slat="x"),
         "give SamplingParams": lambda: llm.generate("text", {"max_tokens": 3}),
         "'prompt' or 'prompt_token_ids'": lambda: llm.generate({"text": "x"}),
-        r"SamplingParams\.n=2: one answer to each prompt": lambda: llm.generate(TEXT, two),
         "tokenizer: '/other'": lambda: type(llm)(tiny, "/other"),
     }.items():
         with pytest.raises(ConfigurationError, match=complaint):

@@ -50,6 +50,47 @@ def test_every_file_that_the_architecture_names_is_there(repository: Path, page:
     assert not [name for name in named if not list(repository.glob(name))]
 
 
+def _areas(page: Page) -> list[tuple[str, str]]:
+    """Returns heading and text of each area of the page, the part before them with no heading."""
+    section = page("architecture").partition("\n## Where to change what\n")[2]
+    first, *areas = re.split(r"^### ", section, flags=re.MULTILINE)
+    cut = [one.partition("\n") for one in areas]
+    return [("", first), *((heading, body) for heading, _, body in cut)]
+
+
+def test_the_architecture_has_few_areas(page: Page):
+    assert 10 < len(_areas(page)[1:]) <= 25
+
+
+def test_every_file_of_an_area_is_in_its_folder(repository: Path, page: Page):
+    """A name begins in the folder of the heading, or in one under it, or at the top."""
+    name = r"`((?:[\w.*-]+/)*[\w.*-]+(?:/|\.(?:py|md|html|toml|yaml|txt)))`"
+    missing, seen = [], 0
+    for heading, body in _areas(page):
+        folders = re.findall(r"`([\w/]+/)`", heading) or ["kvconnect", "backends", "kernels"]
+        for named in set(re.findall(name, body)):
+            seen += 1
+            there = any(any((repository / one).glob(f"**/{named}")) for one in folders)
+            if not (there or any(repository.glob(named))):
+                missing.append((heading, named))
+    assert seen > 300
+    assert missing == []
+
+
+def test_every_name_of_an_area_is_in_its_file(repository: Path, page: Page):
+    pairs = [
+        (folder, name.rpartition(".")[2], file)
+        for heading, body in _areas(page)
+        for folder in re.findall(r"`([\w/]+/)`", heading)
+        for name, file in re.findall(r"`([\w.]+)` (?:in|of)\s+`([\w/]+\.py)`", body)
+    ]
+    assert len(pairs) > 15
+    for folder, name, file in pairs:
+        found = (repository / folder / file, repository / file)
+        texts = [one.read_text(encoding="utf-8") for one in found if one.is_file()]
+        assert any(re.search(rf"\b{name}\b", text) for text in texts), (name, file)
+
+
 def test_every_method_that_the_architecture_names_is_there(repository: Path, page: Page):
     text = "\n".join(
         path.read_text(encoding="utf-8")

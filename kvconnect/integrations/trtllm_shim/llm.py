@@ -135,14 +135,14 @@ class LLM:
     ) -> RequestResult:
         """Starts one request and returns at once. Arguments and errors are those of `generate`."""
         _check("generate_async", more)
-        prompt = _prompt(inputs)
+        prompt, params = _prompt(inputs), _for_engine(_params(sampling_params))
         handle = self._llm.submit(
             prompt,
-            _for_engine(_params(sampling_params)),
+            params,
             cache_salt=cache_salt,
             retention=kv_cache_retention_config,
         )
-        return RequestResult(handle, prompt if isinstance(prompt, str) else None)
+        return RequestResult(handle, prompt if isinstance(prompt, str) else None, params.n)
 
     def shutdown(self) -> None:
         """Aborts running requests and drains the connector; blocks until then. Idempotent."""
@@ -188,11 +188,6 @@ def _params(given: _T | None) -> _T | SamplingParams:
 
 def _for_engine(params: object) -> EngineParams:
     if isinstance(params, EngineParams):
-        if params.n > 1:  # results have one answer to each prompt
-            raise ConfigurationError(
-                f"SamplingParams.n={params.n}: one answer to each prompt is possible here; "
-                "leave it at 1, or use kvconnect.LLM"
-            )
         return params
     if isinstance(params, SamplingParams):
         return params.for_engine()

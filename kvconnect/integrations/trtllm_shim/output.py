@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Generator, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvconnect.engine.request.handle import RequestHandle
 from kvconnect.engine.request.logprobs import TokenLogprobs
 from kvconnect.engine.request.output import RequestOutput as EngineOutput
+from kvconnect.engine.request.output import StreamChunk
 
 _FINISH_REASONS = {"abort": "cancelled"}
 
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """An answer to a prompt. Each prompt has one.
+    """An answer to a prompt, which has `n` of them.
 
     Attributes:
-        index: 0.
+        index: the number of the answer, from 0.
         text: without special tokens and without the stop string.
         token_ids: a stop token is part of it.
         finish_reason: ``"stop"``, ``"length"``, ``"cancelled"``; ``None`` before the end.
@@ -58,7 +59,7 @@ class RequestOutput:
         request_id: unique within the engine.
         prompt: the text, if it was given as one.
         prompt_token_ids: its tokens.
-        outputs: of one `CompletionOutput`.
+        outputs: the `n` answers, by index.
         finished: whether the answer is complete.
         engine_output: kvconnect's own, with the cached tokens' number; ``None`` before the end.
     """
@@ -73,27 +74,52 @@ class RequestOutput:
     @classmethod
     def of(cls, output: EngineOutput, prompt: str | None) -> RequestOutput:
         """Returns a finished request's output; `prompt` is its text, if it was given as one."""
-        tokens = list(output.output_token_ids)
-        completion = CompletionOutput(
-            0,
-            output.output_text,
-            tokens,
-            _FINISH_REASONS.get(output.finish_reason, output.finish_reason),
-            output.output_text,
-            list(tokens),
-            list(output.outputs[0].logprobs or ()),
-        )
+        completions = [
+            CompletionOutput(
+                one.index,
+                one.text,
+                list(one.token_ids),
+                _FINISH_REASONS.get(one.finish_reason, one.finish_reason),
+                one.text,
+                list(one.token_ids),
+                list(one.logprobs or ()),
+            )
+            for one in output.outputs
+        ]
         prompt_ids = list(output.prompt_token_ids)
-        return cls(output.request_id, prompt, prompt_ids, [completion], engine_output=output)
+        return cls(output.request_id, prompt, prompt_ids, completions, engine_output=output)
+
+
+def _grown(completion: CompletionOutput, chunk: StreamChunk) -> CompletionOutput:
+    """Returns `completion` with the new part in `chunk`; with none if that is of another one."""
+    if chunk.index != completion.index:
+        return replace(completion, text_diff="", token_ids_diff=[])
+    tokens, reason = list(chunk.token_ids), chunk.finish_reason
+    return CompletionOutput(
+        completion.index,
+        completion.text + chunk.text,
+        completion.token_ids + tokens,
+        _FINISH_REASONS.get(reason, reason) if reason else None,
+        chunk.text,
+        tokens,
+        completion.logprobs + list(chunk.logprobs or ()),
+    )
 
 
 class RequestResult:
-    """A request under way. Await it, iterate over it, or wait for it with `result`."""
+    """A request under way. Await it, iterate over it, or wait for it with `result`.
 
-    def __init__(self, handle: RequestHandle, prompt: str | None) -> None:
+    Args:
+        handle: the request in the engine.
+        prompt: its text, if it was given as one.
+        n: the number of its answers.
+    """
+
+    def __init__(self, handle: RequestHandle, prompt: str | None, n: int = 1) -> None:
         self.request_id = handle.request_id
         self.prompt = prompt
         self._handle = handle
+        self._n = n
 
     @property
     def finished(self) -> bool:
@@ -118,23 +144,14 @@ class RequestResult:
 
     def __iter__(self) -> Iterator[RequestOutput]:
         """Yields the output so far whenever there is more of it; the last one is finished."""
-        completion = CompletionOutput(0, "", [])
+        completions = [CompletionOutput(index, "", []) for index in range(self._n)]
         for chunk in self._handle.stream():
-            tokens, reason = list(chunk.token_ids), chunk.finish_reason
-            done = reason is not None
-            completion = CompletionOutput(
-                0,
-                completion.text + chunk.text,
-                completion.token_ids + tokens,
-                _FINISH_REASONS.get(reason, reason) if reason else None,
-                chunk.text,
-                tokens,
-                completion.logprobs + list(chunk.logprobs or ()),
-            )
+            completions = [_grown(one, chunk) for one in completions]
+            done = all(one.finish_reason is not None for one in completions)
             output = self._handle.result() if done else None
             ids = [] if output is None else list(output.prompt_token_ids)
             yield RequestOutput(
-                self.request_id, self.prompt, ids, [completion], done, engine_output=output
+                self.request_id, self.prompt, ids, completions, done, engine_output=output
             )
 
     async def __aiter__(self) -> AsyncIterator[RequestOutput]:

@@ -9,9 +9,19 @@ from typing import Any
 from kvconnect.errors import ConfigurationError
 from kvconnect.request import SamplingParams as EngineParams
 
-_TRANSLATED = {"end_id", "stop", "stop_token_ids", "temperature", "top_k", "top_p"}
-_SAME = {"max_tokens", "min_tokens", "repetition_penalty", "seed", "ignore_eos", "logprobs"}
+_TRANSLATED = {"end_id", "stop", "stop_token_ids", "temperature", "top_k", "top_p", "min_p"}
+_SAME = {"max_tokens", "min_tokens", "n", "repetition_penalty", "seed", "ignore_eos", "logprobs"}
 _WITHOUT_EFFECT = {"pad_id", "exclude_input_from_output", "return_perf_metrics"}
+_GENERATED_ONLY = "TensorRT-LLM also counts the tokens of the prompt, kvconnect's engine does not"
+_OTHER_MEANING = {
+    "presence_penalty": _GENERATED_ONLY,
+    "frequency_penalty": _GENERATED_ONLY,
+    "prompt_logprobs": (
+        "in TensorRT-LLM those of the token behind each token of the prompt, in kvconnect's engine "
+        "its own"
+    ),
+}
+"""The parameters that kvconnect's engine has by these names, but with another meaning."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -19,7 +29,8 @@ class SamplingParams:
     """The parameters for choosing tokens and for the end of generation, as in TensorRT-LLM.
 
     Names and defaults are TensorRT-LLM's. Without temperature, `top_k` and `top_p` decoding is
-    greedy. `for_engine` refuses values that kvconnect's engine does not support.
+    greedy, unless `min_p` is given. `for_engine` refuses values that kvconnect's engine does not
+    support, or understands otherwise.
     """
 
     end_id: int | None = None
@@ -75,22 +86,33 @@ class SamplingParams:
             name, value = field.name, getattr(self, field.name)
             if name in _TRANSLATED | _WITHOUT_EFFECT or value == field.default:
                 continue
-            if name not in _SAME:
+            if name in _SAME:
+                values[name] = value
+            elif not self._is_neutral(name, value):
+                why = _OTHER_MEANING.get(name, "kvconnect's engine does not have it")
                 raise ConfigurationError(
-                    f"SamplingParams.{name}={value!r}: kvconnect's engine does not have it; "
-                    f"leave it at {field.default!r}"
+                    f"SamplingParams.{name}={value!r}: {why}; leave it at {field.default!r}"
                 )
-            values[name] = value
         return EngineParams(**values)
 
+    def _is_neutral(self, name: str, value: object) -> bool:
+        """Returns whether `value` of the parameter `name` means the same as not to give it."""
+        return value == self.n if name == "best_of" else name in _OTHER_MEANING and not value
+
     def _chosen(self) -> dict[str, Any]:
+        min_p = self.min_p or 0.0
         given = (self.temperature, self.top_k, self.top_p)
-        if given == (None, None, None) or 0 in {self.temperature, self.top_p} or self.top_k == 1:
+        if (
+            (given == (None, None, None) and not min_p)
+            or 0 in {self.temperature, self.top_p}
+            or 1 in {self.top_k, min_p}
+        ):
             return {"temperature": 0.0}
         return {
             "temperature": 1.0 if self.temperature is None else self.temperature,
             "top_k": self.top_k or 0,
             "top_p": 1.0 if self.top_p is None else self.top_p,
+            "min_p": min_p,
         }
 
     def _stops(self) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from kvconnect.errors import OutOfBlocks
 from kvconnect.trace import count
 from kvconnect.transfer.control.endpoint import Connected, Disconnected, Event, Sender
 from kvconnect.transfer.control.keyed import ClaimKeys, GrantKeys
@@ -149,11 +150,16 @@ class LeaseServer:
             nbytes: the size of the blocks in bytes.
 
         Raises:
-            OutOfBlocks: `max_lease_total` is reached; nothing was sent, the caller unpins.
+            OutOfBlocks: `max_lease_total` is reached, or this process stood still until the lease
+                had ended; nothing was sent, the caller unpins. In the second case `unpin` receives
+                the lease, too.
         """
         with self._lock:
             key = self.table.offer(claim.request, tokens=0, nbytes=nbytes)
             answer = self.table.claim(claim.request, holder, epoch=key.epoch)
+            if answer.verdict is not Verdict.OK:
+                self.table.withdraw(key)
+                raise OutOfBlocks(f"{claim.request}: the lease ended before it was granted")
             send(grant(key.epoch, answer.lease_s))
         return key
 
