@@ -165,6 +165,18 @@ def test_a_snapshot_whose_block_was_freed_is_never_saved():
     assert at_the_end(saves, 5) == [(n, n) for n in range(5)]  # keys and values
 
 
+def test_a_snapshot_before_the_end_of_a_load_is_not_saved_once_the_load_is_joined():
+    """The request ends before its next step reports the loaded one."""
+    for committed, saved in ((3 * SIZE, [(1, 41)]), (4 * SIZE, [])):
+        saves = with_states()
+        saves.note_stored([12, 4])
+        saves.load_end = 4 * SIZE
+        assert snapshot(saves, 1, 41) == []
+        saves.note_missing(0)  # the load has failed
+        order = saves.order(committed // SIZE, committed, ends=True)
+        assert [(one.number, one.block_id) for one in order.blocks if one.group] == saved
+
+
 def test_a_snapshot_of_tokens_that_are_not_computed_is_not_saved():
     saves = with_states()
     assert snapshot(saves, 4, 43) == []

@@ -59,12 +59,14 @@ class SavePlan:
     Attributes:
         request: the request.
         num_held: the number of ordered blocks that workers hold until the request's end.
+        load_end: the end of the load beside which the request computes; 0: there was none. Once
+            these tokens are committed, no snapshot before that end is held any more.
     """
 
     __slots__ = (
         *("_groups", "_hooks", "_judged", "_min_priority", "_open", "_priorities"),
         *("_state_interval", "_stored_tail"),
-        *("num_held", "request"),
+        *("load_end", "num_held", "request"),
     )
 
     def __init__(
@@ -79,6 +81,7 @@ class SavePlan:
     ) -> None:
         self.request = request
         self.num_held = 0
+        self.load_end = 0
         self._min_priority = min_priority
         self._hooks = hooks if hooks is not None and hooks.judges else None
         self._judged: dict[int, NotSaved | None] = {}  # by the hooks: blocks by their number
@@ -172,14 +175,18 @@ class SavePlan:
             for group in self._groups
         )
 
-    def _is_due(self, states: _Group, stop: int, *, ends: bool = False) -> bool:
+    def _is_due(
+        self, states: _Group, stop: int, *, num_committed: int = 0, ends: bool = False
+    ) -> bool:
         """Returns whether the request has a snapshot behind `stop` blocks that is to be saved.
 
-        `ends`: the request has ended.
+        `num_committed` tokens were committed; `ends`: the request has ended.
         """
         if stop <= (states.num_done or 0) or states.block_ids[stop - 1] < 0:
             return False
         end = stop * self.request.key_chain.tokens_per_block
+        if end < self.load_end <= num_committed:
+            return False  # another request may have its block by now
         return ends or end <= self.request.prompt_len or end % self._state_interval == 0
 
     def _is_found(self, stop: int) -> bool:
@@ -217,7 +224,8 @@ class SavePlan:
             first = group.num_done or 0
             known = min(len(group.block_ids), len(self._priorities), num_full)
             if group.is_state:
-                if not (self._is_due(group, known, ends=ends) and self._is_found(known)):
+                due = self._is_due(group, known, num_committed=num_committed, ends=ends)
+                if not (due and self._is_found(known)):
                     continue
                 first = known - 1  # it holds none before
             stop = self._first_unwanted(first, known)

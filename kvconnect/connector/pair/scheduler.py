@@ -286,10 +286,10 @@ class OffloadScheduler(StoreHooks, KvCacheConnectorScheduler):
             self._finding.budget.start_step()
             loads += filter(None, map(self._finding.order, scheduler_output.loading_requests))
         for load in loads:
-            request = self._plans[load.request_id].request
-            self._hooks.hit(request, load.end - load.start)
+            plan = self._plans[load.request_id]
+            self._hooks.hit(plan.request, load.end - load.start)
             if load.overlaps:
-                self._overlapping[load.request_id] = load.end
+                self._overlapping[load.request_id] = plan.load_end = load.end
         floors: dict[int, int] = {}
         for data in scheduler_output.new_requests:
             self._plans[data.request_id].forget_blocks()

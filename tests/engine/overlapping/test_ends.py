@@ -22,9 +22,10 @@ from beside import (
     whole_blocks,
     worker,
 )
-from observed import check_idle, watch_batches
+from observed import check_idle, watch_batches, words
 
 from kvconnect import SamplingParams
+from kvconnect.cache.kv_cache_manager import KVCacheManager
 from kvconnect.frame import HEADER_NBYTES
 from kvconnect.request import LlmRequest, RequestState
 
@@ -238,6 +239,52 @@ def test_aborted(late):
         again = late.ask()  # reuses what was computed, and none of what was loaded
         snapshots = 4 if any(one.states for one in llm.layouts) else 1
         assert again.reused_device_tokens == computed // snapshots * snapshots * T
+
+
+class FewStates(KVCacheManager):
+    """With memory for three snapshots of states."""
+
+    def __init__(self, config, layouts, device):
+        super().__init__(config, layouts, device, num_blocks={None: 64, T: 3})
+
+
+@models("qwen3_next")
+def test_aborted_as_it_joins_its_load_it_saves_no_snapshot_that_others_overwrite(late):
+    """The loaded states free the snapshot before, whose block other requests then use."""
+    llm, store = late.open(max_num_tokens=20 * T, kv_cache_manager=FewStates), late.store
+    keys, engine = late.keys, llm._engine
+    snapshot = {key for key in keys[3] if store.blocks[key][0] == 1}
+    for key in snapshot:
+        del store.frames[key]
+    store.writable, store.lost, store.held = True, keys[3] - snapshot, keys[4]
+    step, forward, others = engine.step, engine._model.forward, []
+
+    def decide(request: LlmRequest, _budget: int) -> int:
+        load = loads(llm)._overlapping[request.request_id]
+        until(lambda: load.stop < len(load.order.blocks) and load.reading == 1)
+        return 4 * T
+
+    def end_load_and_forward(plan):
+        for load in loads(llm)._overlapping.values():
+            store.release()
+            until(lambda load=load: load.ended)
+        return forward(plan)
+
+    def step_and_abort() -> bool:
+        worked = step()
+        joined = [one for one in engine._scheduler.running if one.num_computed_tokens == late.end]
+        if joined and not others:
+            once = SamplingParams(max_tokens=1)
+            others.extend(llm.submit(words(5 * T, seed), once) for seed in (40, 41))
+            engine.abort(joined[0].request_id)
+        return worked
+
+    late.beside.decide = decide
+    engine._model.forward, engine.step = end_load_and_forward, step_and_abort
+    assert late.submit().result(timeout=60).finish_reason == "abort"
+    assert [one.result(timeout=60).finish_reason for one in others] == ["length"] * 2
+    late.check_rest()
+    assert not snapshot & store.frames.keys()
 
 
 @pytest.mark.parametrize(
