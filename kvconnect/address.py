@@ -26,7 +26,7 @@ def is_loopback(host: str) -> bool:
     if host == "localhost":
         return True
     try:
-        address = ipaddress.ip_address(host.partition("%")[0])
+        address = ipaddress.ip_address(host)
     except ValueError:
         return False
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None

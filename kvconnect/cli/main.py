@@ -75,6 +75,8 @@ _EXIT_CODES: tuple[tuple[type[Exception], int], ...] = (
 )
 """The exit codes of errors; that of all others is 1."""
 
+_STORE_IS_DOWN = (BackendUnavailable, BackendTimeout, TimeoutError)
+
 _DESCRIPTION = """\
 Run a language model whose KV cache survives restarts: prompts that were answered before, in this
 process or an earlier one, are loaded from a store instead of computed again."""
@@ -97,7 +99,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     SIGTERM and Ctrl-C end the command like an exception: blocks that are staged for a store are
     saved first.
     """
-    arguments = sys.argv[1:] if arguments is None else arguments
+    _open_standard_streams()
+    try:
+        return _main(sys.argv[1:] if arguments is None else arguments)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except Terminated:
+        return 128 + signal.SIGTERM
+
+
+def _main(arguments: Sequence[str]) -> int:
     # Only flags precede the command.
     chosen = next((one for one in arguments if not one.startswith("-")), "")
     try:
@@ -115,13 +126,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.getLogger("kvconnect.digest").setLevel(logging.INFO)
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    try:
-        with raise_on_sigterm():
-            return _run(parsed)
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
-    except Terminated:
-        return 128 + signal.SIGTERM
+    with raise_on_sigterm():
+        return _run(parsed)
+
+
+def _open_standard_streams() -> None:
+    """Opens those that the caller closed: other files would get their numbers, and their output."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115, PTH123
 
 
 class Terminated(BaseException):
@@ -184,10 +197,8 @@ def _run(parsed: argparse.Namespace) -> int:
         parsed.run(parsed)
         sys.stdout.flush()
         return 0
-    except BrokenPipeError:
-        # The reader has closed the pipe, as `head` does. Python would report an error when it
-        # flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader has closed the pipe, as `head` does
+        _discard_output()
         return 1
     except ModuleNotFoundError as error:
         if (extra := _EXTRAS.get((error.name or "").partition(".")[0])) is None:
@@ -195,7 +206,16 @@ def _run(parsed: argparse.Namespace) -> int:
         failure = MissingExtra(f"this command ({error})", extra)
     except (KvConnectError, NothingMatched, OSError) as error:
         failure = error
+    try:
+        sys.stdout.flush()
+    except OSError:
+        _discard_output()
     return _fail(failure, as_json=getattr(parsed, "json", False))
+
+
+def _discard_output() -> None:
+    """Discards what standard output did not take: Python tries it again at exit, and fails."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def make_parser(only: str | None = None) -> argparse.ArgumentParser:
@@ -229,7 +249,10 @@ def make_parser(only: str | None = None) -> argparse.ArgumentParser:
 def _fail(error: Exception, *, as_json: bool) -> int:
     text = str(error) if isinstance(error, KvConnectError) else text_without_passwords(str(error))
     message = " ".join(text.split()) or type(error).__name__
-    code = next((code for kind, code in _EXIT_CODES if isinstance(error, kind)), 1)
+    cause = error
+    if isinstance(error, ConfigurationError) and isinstance(error.__cause__, _STORE_IS_DOWN):
+        cause = BackendUnavailable()  # an engine's store, which may be up the next time
+    code = next((code for kind, code in _EXIT_CODES if isinstance(cause, kind)), 1)
     _print_error(type(error).__name__, code, message, as_json=as_json)
     return code
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import sys
 from collections.abc import Iterator, Mapping
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 _FORMS = ("prompt", "prompt_token_ids", "messages")
 _FORM = 'write {"prompt": "…"}, {"prompt_token_ids": […]} or {"messages": […]}'
+_UTF8 = ("utf-8", "strict")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +109,8 @@ def read_prompts(
     texts += [_read("--prompt-file", name) for name in arguments.prompt_file or ()]
     given = [GivenPrompt(text, "prompt", plain, arguments.salt) for text in texts]
     for name in arguments.jsonl or ():
-        for number, line in enumerate(_read("--jsonl", name).splitlines(), 1):
+        # Not `splitlines`: a JSON string may hold other line ends, as U+2028.
+        for number, line in enumerate(_read("--jsonl", name).split("\n"), 1):
             if not line.strip():
                 continue
             try:
@@ -120,7 +123,12 @@ def read_prompts(
 
 def _read(option: str, name: str) -> str:
     try:
-        return sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
+        if name != "-":
+            return Path(name).read_text(encoding="utf-8")
+        stdin = sys.stdin
+        if isinstance(stdin, io.TextIOWrapper) and (stdin.encoding, stdin.errors) != _UTF8:
+            stdin.reconfigure(encoding=_UTF8[0], errors=_UTF8[1])  # by default the locale decides
+        return stdin.read()
     except OSError as error:
         raise ConfigurationError(f"{option} {name}: {error.strerror}") from error
     except UnicodeDecodeError as error:

@@ -18,6 +18,7 @@ import hashlib
 import io
 import json
 import os
+import stat
 import struct
 import sys
 from collections.abc import Iterator
@@ -62,10 +63,13 @@ def part_of(path: Path) -> Path:
     """Returns the path that the file `path` has until it is complete.
 
     Raises:
-        ConfigurationError: `path` is a directory.
+        ConfigurationError: `path` is a directory, a device, a pipe or a link.
     """
     if not path.name or path.is_dir():
         raise ConfigurationError(f"{path}: is a directory; give the path of a file")
+    if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
+        # The complete file would be put in its place.
+        raise ConfigurationError(f"{path}: is no regular file; give the path of one")
     return path.with_name(f"{path.name}.part")
 
 
@@ -262,8 +266,8 @@ class ArchiveReader:
 
     Raises:
         BadFrame: the file is no archive, or of another version.
-        ConfigurationError: the file cannot be opened, or has a key and none is given, or the
-            reverse.
+        ConfigurationError: the file cannot be opened or is no regular one, or has a key and none
+            is given, or the reverse.
     """
 
     def __init__(
@@ -273,7 +277,7 @@ class ArchiveReader:
         self._key = key
         self.manifest: Manifest | None = None
         try:
-            self._file = Path(path).open("rb") if stream is None else stream  # noqa: SIM115
+            self._file = _opened(path) if stream is None else stream
         except OSError as error:
             raise ConfigurationError(f"{path}: {error.strerror}") from error
         try:
@@ -378,6 +382,14 @@ class ArchiveReader:
 
     def _bad(self, why: str) -> BadFrame:
         return BadFrame(f"{self._path}: {why}; export it again")
+
+
+def _opened(path: Path | str) -> io.BufferedReader:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # waits for no writer of a pipe
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ConfigurationError(f"{path}: is no regular file; save it to one: it is read twice")
+    return os.fdopen(descriptor, "rb")
 
 
 def _chained(key: bytes, before: bytes, *pieces: bytes | memoryview) -> bytes:

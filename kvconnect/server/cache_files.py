@@ -28,7 +28,13 @@ from kvconnect.operations.prompt_store import PromptStore
 from kvconnect.operations.result import Exported, Saved
 from kvconnect.operations.run import AbortableRun
 from kvconnect.server.admission import Ticket
-from kvconnect.server.cache_verbs import BlocksRequest, CountsEndpoint, StoreEndpoint, StoreRequest
+from kvconnect.server.cache_verbs import (
+    BlocksRequest,
+    CountsEndpoint,
+    StoreEndpoint,
+    StoreRequest,
+    retrieved,
+)
 from kvconnect.server.endpoint import Service
 from kvconnect.server.errors import RequestRefused
 from kvconnect.server.http.body import read_body
@@ -189,7 +195,7 @@ class _ExportEndpoint(StoreEndpoint):
         pipe = _Pipe(self._settings.client_timeout_s)
         sink = Sink(pipe.file, self._skipped(asked), begin)
         work = loop.run_in_executor(self._threads.sending, self._export, asked, run, done, sink)
-        work.add_done_callback(_retrieved)
+        work.add_done_callback(retrieved)
         try:
             await while_connected(request.receive, _first([begun, work]))
             if not begun.done():
@@ -224,8 +230,3 @@ def _write(wanted: _Export, done: Exported, sink: Sink, store: PromptStore) -> N
 
 async def _first(futures: Sequence[asyncio.Future[Any]]) -> None:
     await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
-
-
-def _retrieved(work: asyncio.Future[None]) -> None:
-    if not work.cancelled():
-        work.exception()  # it was raised where the bytes are read, if anything reads them

@@ -211,10 +211,17 @@ class CountsEndpoint(StoreEndpoint):
         loop = asyncio.get_running_loop()
         do = partial(self._work, wanted, done)
         work = loop.run_in_executor(self._threads.verbs, self._perform, wanted, run, do)
+        work.add_done_callback(retrieved)
         if wanted.stream:
             return event_stream(_counts(work, done))
         await while_connected(request.receive, work)
         return JSONResponse(done.numbers())
+
+
+def retrieved(work: asyncio.Future[None]) -> None:
+    """Takes the error of `work`, which asyncio would log if the client left and nothing waits."""
+    if not work.cancelled():
+        work.exception()
 
 
 async def _counts(work: asyncio.Future[None], done: Result) -> AsyncGenerator[dict[str, Any]]:

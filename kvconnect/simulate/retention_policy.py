@@ -83,7 +83,7 @@ class RetentionPolicy:
             fields = json.loads(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
             raise ConfigurationError(f"--retention-file {path}: {error.strerror}") from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigurationError(f"--retention-file {path}: is no JSON: {error}") from error
         if not isinstance(fields, dict):
             raise ConfigurationError(

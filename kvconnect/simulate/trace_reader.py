@@ -19,6 +19,7 @@ import io
 import json
 import math
 import sys
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,7 @@ DEFAULT_HASH_TOKENS = 512
 
 _LONGEST_LINE = 1 << 26
 _MOST_TOKENS = 1 << 31
+_LATEST_MS = 1e18
 
 
 class TraceReader:
@@ -96,7 +98,7 @@ class TraceReader:
     def _next_line(self) -> bytes:
         try:
             line = self._file.readline(_LONGEST_LINE)
-        except (gzip.BadGzipFile, EOFError) as error:
+        except (gzip.BadGzipFile, zlib.error, EOFError) as error:
             raise ConfigurationError(
                 f"trace '{self.name}': not a whole gzip file; copy it again"
             ) from error
@@ -110,7 +112,7 @@ class TraceReader:
     def _request(self, line: bytes) -> TraceRequest:
         try:
             record = json.loads(line)
-        except ValueError as error:  # also bytes that are not UTF-8
+        except (ValueError, RecursionError) as error:  # also bytes that are not UTF-8
             self._refuse("line", line[:40].decode(errors="replace"), f"is no JSON: {error}")
         if not isinstance(record, dict):
             self._refuse("line", record, "must be a JSON object with timestamp, input_length, …")
@@ -162,20 +164,20 @@ class TraceReader:
             self._refuse("tokens", [], "must be at least one token")
         output_known = "output_tokens" in record
         if output_known:
-            output = self._tokens(record, "output_tokens")
+            content = np.concatenate((prompt, self._tokens(record, "output_tokens")))
+            output_length = len(content) - len(prompt)
         else:
-            output_length = self._integer(record, "output_length", 0)
-            output = HashedTokens(np.empty(0, np.int64), 2, -self._line).first(output_length, 0)
-        for field, tokens in (("input_length", prompt), ("output_length", output)):
-            if field in record and self._integer(record, field, 0) != len(tokens):
-                self._refuse(field, record[field], f"there are {len(tokens)} tokens; leave it out")
+            content, output_length = prompt, self._integer(record, "output_length", 0)
+        for field, length in (("input_length", len(prompt)), ("output_length", output_length)):
+            if field in record and self._integer(record, field, 0) != length:
+                self._refuse(field, record[field], f"there are {length} tokens; leave it out")
         return TraceRequest(
             self._line,
             arrival,
             len(prompt),
-            len(output),
+            output_length,
             self._system_length(record, len(prompt)),
-            np.concatenate((prompt, output)),
+            content,
             output_known,
         )
 
@@ -183,7 +185,7 @@ class TraceReader:
 
     def _arrival(self, record: dict[str, Any]) -> float:
         value = self._field(record, "timestamp")
-        if type(value) not in {int, float} or not 0 <= value < math.inf:
+        if type(value) not in {int, float} or not 0 <= value < _LATEST_MS:
             self._refuse("timestamp", value, "must be milliseconds, 0 or more")
         if value < self._last_ms:
             self._refuse(
@@ -302,4 +304,8 @@ class TraceRequest:
         if isinstance(self.content, HashedTokens):
             covered = self.num_tokens if self.output_known else self.input_length
             return self.content.first(self.num_tokens, covered)
-        return self.content[: self.num_tokens]
+        missing = self.num_tokens - len(self.content)
+        if not missing:
+            return self.content
+        output = HashedTokens(np.empty(0, np.int64), 2, -self.line).first(missing, 0)
+        return np.concatenate((self.content, output))

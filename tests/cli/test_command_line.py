@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -56,6 +58,15 @@ def test_help_waits_for_no_library():
         "    assert not {'torch', 'transformers'} & sys.modules.keys(), name\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_server_whose_store_is_down_may_be_started_again(kvconnect, model, closed_port):
+    """Exit code 2 would be final: systemd does not start the unit again after it."""
+    arguments = ("--store", f"redis://127.0.0.1:{closed_port}", "--prompt", "x", "--json")
+    code, _, err = kvconnect("generate", model, *arguments)
+    assert code == 4
+    assert json.loads(err)["error"]["exit_code"] == 4
+    assert "cannot be opened" in err
 
 
 @pytest.mark.parametrize(
@@ -168,3 +179,31 @@ def test_progress_is_a_bar_on_a_terminal(capsys, monkeypatch):
     assert captured.out == ""
     assert "generate" in captured.err
     assert "0/10" in captured.err
+
+
+_SCHEMES = "import sys; from kvconnect.cli.main import main; sys.exit(main(['schemes']))"
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_command_runs_without_standard_streams(closed):
+    script = f'exec "$0" -c "$1" {closed}'
+    done = subprocess.run(
+        ["/bin/sh", "-c", script, sys.executable, _SCHEMES], capture_output=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert bool(done.stdout) == (closed == "2>&-")
+
+
+def test_output_that_is_not_taken_is_an_error_of_one_line():
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", _SCHEMES],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            env=buffered,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 1
+    assert done.stderr == "kvconnect: error: [Errno 28] No space left on device\n"

@@ -94,6 +94,8 @@ def test_without_a_file_nothing_changes():
         ("peer = [true]", "peer: must be text, a number"),
         ("port = ", "is not TOML"),
         ("port = 1\nport = 2", "is not TOML"),
+        pytest.param("port = " + 100_000 * "[", "is not TOML", id="deep"),
+        pytest.param("#" * (1 << 20) + "x", "is larger than 1048576 bytes", id="long"),
     ],
 )
 def test_what_is_wrong_is_named(write, text, message):

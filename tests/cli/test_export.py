@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -277,3 +278,22 @@ def test_a_target_that_takes_no_more_is_an_error(source, target, file, monkeypat
     monkeypatch.setattr(DiskBackend, "save", full)
     with pytest.raises(RetryLater, match="takes no more blocks"):
         PromptStore(target).import_(file)
+
+
+def test_only_regular_files_are_written_and_read(kvconnect, source, target, file):
+    """A complete file takes the place of its path: no device, no pipe, no link may go for it."""
+    fill(source, prompt_chain(PROMPT))
+    pipe, link = file.with_name("pipe"), file.with_name("link")
+    os.mkfifo(pipe)
+    link.symlink_to(file)
+    for path in (pipe, link):
+        code, _, err = kvconnect("export", source, "--all", "-o", path)
+        assert code == 2
+        assert "is no regular file; give the path of one" in err
+    assert pipe.is_fifo()
+    assert link.is_symlink()
+    assert not file.exists()
+    # No process writes to the pipe.
+    code, _, err = kvconnect("import", target, pipe)
+    assert code == 2
+    assert "it is read twice" in err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import shutil
@@ -9,6 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from kvconnect.cli.prompts import read_prompts
+from kvconnect.errors import ConfigurationError
 
 TEMPLATE = (
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
@@ -146,3 +150,25 @@ def test_a_model_by_its_name(kvconnect, model, tmp_path, monkeypatch):
     code, out, err = kvconnect("generate", "org/name", "--prompt", "x", "--max-tokens", 3)
     assert code == 0, err
     assert out
+
+
+def test_a_line_ends_at_a_newline_only(tmp_path):
+    """JSON has other line ends within its strings, as they are."""
+    file, text = tmp_path / "prompts.jsonl", "one\u2028two\x85three"
+    file.write_text(json.dumps(text, ensure_ascii=False) + "\r\n", encoding="utf-8")
+    given = argparse.Namespace(
+        salt=None, prompt=None, prompt_file=None, jsonl=[str(file)], chat=False
+    )
+    assert [one.content for one in read_prompts(given, {})] == [text]
+
+
+def test_standard_input_is_utf8_whatever_the_locale(monkeypatch):
+    given = argparse.Namespace(salt=None, prompt=None, prompt_file=["-"], jsonl=None, chat=False)
+    for content in ("größer".encode(), b"\xff"):
+        stream = io.TextIOWrapper(io.BytesIO(content), encoding="latin-1", errors="surrogateescape")
+        monkeypatch.setattr(sys, "stdin", stream)
+        if content == b"\xff":
+            with pytest.raises(ConfigurationError, match="is not UTF-8"):
+                list(read_prompts(given, {}))
+        else:
+            assert [one.content for one in read_prompts(given, {})] == ["größer"]

@@ -79,6 +79,7 @@ OF_CHATS = [
     ({"max_completion_tokens": True}, "ChatRequest.max_completion_tokens=True"),
     ({"chat_template_kwargs": {"tokenize": False}}, "'tokenize' is no variable"),
     ({"chat_template_kwargs": {"max_length": 10**9}}, "'max_length' is no variable"),
+    ({"chat_template_kwargs": {"messages": []}}, "'messages' is no variable"),
     ({"tools": [{"type": "function"}]}, "tools"),
     ({"chat_template": "{{ 1 }}"}, "chat_template: '{{ 1 }}' is not served"),
 ]

@@ -176,11 +176,13 @@ def test_a_stream_ends_with_the_counts(admin):
     assert "error" in json.loads(text.decode().split("\n\n")[-3].removeprefix("data: "))
 
 
-def test_a_verb_whose_client_leaves_ends_and_is_repeated(admin, ask):
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_verb_whose_client_leaves_ends_and_is_repeated(admin, ask, stream):
     prompts = [[one, *[7] * 1500] for one in range(60)]
     connection = http.client.HTTPConnection("127.0.0.1", admin.port, timeout=60)
     headers = {"Content-Type": "application/json"} | ADMIN
-    connection.request("POST", "/v1/cache/warm", json.dumps({"prompts": prompts}), headers)
+    body = json.dumps({"prompts": prompts, "stream": stream})
+    connection.request("POST", "/v1/cache/warm", body, headers)
     wait_until(lambda: figure(admin, "kvconnect_live_requests") > 0, "the warm runs")
     connection.close()
     found = ask("warm", prompts=prompts[:1])
@@ -189,6 +191,7 @@ def test_a_verb_whose_client_leaves_ends_and_is_repeated(admin, ask):
     wait_until(lambda: figure(admin, "kvconnect_live_requests") == 0, "its requests end")
     assert ask("drop", prompts=prompts, dry_run=True)["missing"] > 60
     assert ask("warm", prompts=prompts[:3])["complete"]
+    assert "Traceback" not in admin.said()
 
 
 def test_the_command_warms_by_a_server(admin, ask, capsys, monkeypatch, tmp_path):

@@ -82,3 +82,18 @@ async def test_only_the_whole_key_opens_all_but_health():
         # As HTTP has it, the name of the scheme is the same in any case.
         assert await status_of(gate, path, CLIENT, "bearer  ") == 200
     assert await status_of(gate, "/health", None) == 200
+
+
+@pytest.mark.parametrize(
+    ("keys", "taken"),
+    [
+        ({}, {None, CLIENT, ADMIN}),
+        ({"api_key": CLIENT}, {CLIENT}),
+        ({"admin_key": ADMIN}, {ADMIN}),
+        ({"api_key": CLIENT, "admin_key": ADMIN}, {ADMIN}),
+    ],
+)
+async def test_no_client_drops_the_cache_of_all_tenants_where_there_is_an_admin(keys, taken):
+    for key in (None, CLIENT, ADMIN):
+        expected = 200 if key in taken else 401
+        assert await status_of(gate_with(**keys), "/reset_prefix_cache", key) == expected, key

@@ -38,7 +38,10 @@ def shown(model, folder, url) -> Iterator[ServerProcess]:
                 body = {"model": "tiny", "prompt": text, "max_tokens": 1, "cache_salt": salt}
                 assert one.post(body)[0] == 200
         # Once more, from the store.
-        wait_until(lambda: one.raw(b"", "/reset_prefix_cache")[0] == 200, "all is saved")
+        admin = {"Authorization": "Bearer of-the-admin"}
+        wait_until(
+            lambda: one.raw(b"", "/reset_prefix_cache", headers=admin)[0] == 200, "all is saved"
+        )
         assert one.post({"model": "tiny", "prompt": HOSTILE * 2, "max_tokens": 1})[0] == 200
         yield one
 

@@ -237,3 +237,13 @@ def test_a_wrong_setting_is_named(fields, named):
     with pytest.raises(ConfigurationError, match=named) as raised:
         settings(**fields)
     assert "p4ss" not in str(raised.value)
+
+
+async def test_a_stream_that_never_begins_is_not_collected_without_end():
+    async def pieces():
+        while True:
+            yield ROLE * 100
+
+    response = httpx2.Response(200, headers={"content-type": "text/event-stream"}, content=pieces())
+    opened = await begin(None, response)
+    assert (256 << 10) < len(opened.beginning) < (512 << 10)

@@ -17,7 +17,7 @@ import pytest
 import uvicorn
 from server_process import request_bytes
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, StreamingResponse
+from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from kvconnect.server.admission import Admission
 from kvconnect.server.http.disconnect import while_connected
@@ -441,3 +441,54 @@ async def test_an_answer_to_a_client_that_left_fills_no_log(caplog):
             await asyncio.to_thread(streaming.result, 60)
         await fleet.close()
     assert "socket.send()" not in caplog.text
+
+
+def _said(content: bytes, kind: str) -> Callable[..., Any]:
+    return lambda body: Response(content, media_type=kind)
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        _said(b"<html>", "text/html"),
+        _said(b"data: {" + b'"a":{' * 100_000 + b"\n\n", "text/event-stream"),
+        _said(b"data: {nothing}\n\n", "text/event-stream"),
+    ],
+)
+async def test_what_is_no_answer_is_tried_on_another_server(routed, garbage):
+    one = await routed([], [garbage, streamed(TOKEN)])
+    answer = await one.post(stream=True)
+    assert answer.status_code == 200
+    assert json.loads(answer.text.split("\n\n")[0].removeprefix("data: ")) == TOKEN
+
+
+async def test_events_of_another_form_are_passed_on(routed):
+    event = {"choices": [1, {"delta": 1}]}
+    one = await routed([], [streamed(event)])
+    answer = await one.post(stream=True)
+    assert json.loads(answer.text.split("\n\n")[0].removeprefix("data: ")) == event
+
+
+@pytest.mark.parametrize(
+    "said", [b"", b"[1]", b"[" * 100_000, b'{"data": 1}', b'{"data": [{}]}', b'{"events": {}}']
+)
+async def test_a_server_that_says_anything_of_itself_ends_no_router(said):
+    async with listening(Response(said, media_type="application/json")) as url:
+        fleet = Fleet(RouteSettings(decode=(url,)))
+        with ThreadPoolExecutor(1) as parsing:
+            app = make_app(fleet, Admission(8, 1 << 20, "requests"), parsing)
+            await ask_all(fleet)
+            assert fleet.decode[0].down is None
+            transport = httpx2.ASGITransport(app)
+            async with httpx2.AsyncClient(transport=transport, base_url="http://router") as client:
+                answer = await client.get("/v1/models")
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_decode_server")
+        await fleet.close()
+
+
+async def test_what_a_server_has_against_its_router_is_in_the_log(routed, caplog):
+    one = await routed([], [refused(403), answered])
+    for _ in range(3):
+        assert (await one.post(prompt="x")).status_code == 200
+    (said,) = [line for line in caplog.messages if "it says 403" in line]
+    assert said.startswith("decode 0 (http://127.0.0.1:")

@@ -55,7 +55,7 @@ def test_only_peers_may_be_named(peers, host, port, taken):
         ("decode", {"do_remote_decode": True}, ConfigurationError, "has role 'decode'"),
         *(
             ("decode", FETCH | {"remote_host": host}, RequestRefused, "no peer of this server")
-            for host in ("192.0.2.1", "example.com", "127.1", "[::1]")
+            for host in ("192.0.2.1", "example.com", "127.1", "[::1]", "127.0.0.1%x.example.com")
         ),
     ],
 )
@@ -152,6 +152,8 @@ def test_vllms_form_of_the_field_is_taken():
             "--peer 10.0.0.7: is not on this machine; set KVCONNECT_TRANSFER_SECRET",
         ),
         (["route", "--decode", "localhost:8001"], "number 1 is no URL of a server"),
+        (["route", "--decode", "http://a:0"], "number 1 is no URL of a server"),
+        (["route", "--decode", "http://a:65536"], "Port out of range"),
         (["route", "--decode", "http://a", "--host", "0.0.0.0"], "set an API key"),
         (["route", "--decode", "http://a", "--max-requests", "0"], "max_requests"),
     ],

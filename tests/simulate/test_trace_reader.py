@@ -138,10 +138,12 @@ def test_standard_input_is_a_trace_too(monkeypatch):
     [
         ("{", "line: '{' is no JSON"),
         ("[1]", "line: '[1]' must be a JSON object"),
+        pytest.param("[" * 100_000, "is no JSON: ", id="deep"),
         ({"timestamp": 9}, "input_length: is missing; the line has timestamp"),
         (line(timestamp="9"), "timestamp: '9' must be milliseconds"),
         (line(timestamp=-1), "timestamp: '-1' must be milliseconds, 0 or more"),
         ('{"timestamp": NaN}', "timestamp: 'nan' must be milliseconds"),
+        (line(timestamp=10**400), "must be milliseconds, 0 or more"),
         (line(timestamp=4), "timestamp: '4' is before 5 of an earlier line; sort the trace"),
         (line(timestamp=9, input_length=0), "input_length: '0' must be a whole number"),
         (line(timestamp=9, input_length=True), "input_length: 'True' must be a whole number"),
@@ -182,12 +184,23 @@ def test_a_missing_trace_is_named():
 
 def test_a_damaged_packed_trace_is_refused(tmp_path: Path):
     path = tmp_path / "trace.jsonl.gz"
-    path.write_bytes(gzip.compress((json.dumps(line()) + "\n").encode() * 99)[:-10])
-    with pytest.raises(ConfigurationError, match="not a whole gzip file"):
-        read(str(path))
+    packed = gzip.compress((json.dumps(line()) + "\n").encode() * 99)
+    middle = len(packed) // 2
+    for damaged in (packed[:-10], packed[:middle] + b"\xff" * 9 + packed[middle + 9 :]):
+        path.write_bytes(damaged)
+        with pytest.raises(ConfigurationError, match="not a whole gzip file"):
+            read(str(path))
 
 
 @pytest.mark.parametrize("hash_tokens", [0, 1, 15])
 def test_stretches_of_odd_length_are_refused(write_trace, hash_tokens):
     with pytest.raises(ConfigurationError, match="must be even"):
         TraceReader(write_trace([]), hash_tokens=hash_tokens)
+
+
+def test_an_answer_of_given_tokens_is_made_when_it_is_asked_for(write_trace):
+    path = write_trace([{"timestamp": 0, "tokens": [1, 2], "output_length": 2**31 - 1}])
+    with TraceReader(path) as reader:
+        (request,) = reader
+    assert request.num_tokens == 2**31 + 1
+    assert request.content.nbytes == 8

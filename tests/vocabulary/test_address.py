@@ -13,7 +13,7 @@ from kvconnect.address import host_and_port, is_loopback
         *(("127.0.0.1", True), ("127.9.9.9", True), ("::1", True), ("localhost", True)),
         *(("::ffff:127.0.0.1", True), ("0.0.0.0", False), ("::", False), ("", False)),
         *(("10.0.0.1", False), ("localhost.example.com", False), ("::ffff:10.0.0.1", False)),
-        *(("::1%lo", True), ("fe80::1%lo", False)),
+        *(("::1%lo", True), ("fe80::1%lo", False), ("127.0.0.1%x.example.com", False)),
     ],
 )
 def test_what_is_loopback(host, is_one):

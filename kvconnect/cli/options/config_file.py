@@ -71,12 +71,20 @@ def _chosen(
     return None
 
 
+_LONGEST = 1 << 20
+"""The most bytes of a file."""
+
+
 def _read(path: str) -> dict[str, Any]:
     try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        with Path(path).open("rb") as file:
+            content = file.read(_LONGEST + 1)
+        if len(content) > _LONGEST:
+            raise ConfigurationError(f"--config {path}: is larger than {_LONGEST} bytes")
+        return tomllib.loads(content.decode())
     except OSError as error:
         raise ConfigurationError(f"--config {path}: {error.strerror}") from error
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigurationError(f"--config {path}: is not TOML ({error})") from error
 
 

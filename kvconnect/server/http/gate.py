@@ -29,6 +29,9 @@ ADMIN_PATHS = "/v1/cache/"
 
 _METRICS_PATH = "/metrics"
 
+_RESET_PATH = "/reset_prefix_cache"
+"""The path that drops the cached blocks of all tenants."""
+
 
 class Gate:
     """An ASGI application around another: checks keys, turns errors into answers, counts requests.
@@ -36,7 +39,8 @@ class Gate:
     Args:
         app: the application that answers accepted requests.
         settings: the settings with the required `api_key`; with `access_log` each answer is logged.
-        admin_key: required for `ADMIN_PATHS`; ``None``: they are refused.
+        admin_key: required for `ADMIN_PATHS`, and to drop the cached blocks of all tenants;
+            ``None``: the paths are refused, and the API key serves for the other.
         metrics_key: required for the metrics and the numbers of the page, in the place of the API
             key; the admin key serves, too. If both are ``None``, they need the API key.
         has_prompts: holders of the API key send prompts. Otherwise they only read the page, and
@@ -109,7 +113,7 @@ class Gate:
 
     def _check_key(self, scope: Scope) -> None:
         path = scope["path"]
-        if path.startswith(ADMIN_PATHS):
+        if path.startswith(ADMIN_PATHS) or (path == _RESET_PATH and self._admin is not None):
             if self._admin is None:
                 raise RequestRefused(
                     403, "this server was started without an admin key", "no_admin_key"

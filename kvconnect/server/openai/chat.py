@@ -100,7 +100,8 @@ class ChatRequest(TemplateRequest, GenerationRequest):
 @cache
 def _reserved() -> frozenset[str]:
     """Returns the arguments of transformers' own: some make it write files or fill memory."""
-    return frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
+    names = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
+    return frozenset(names) | {"messages"}
 
 
 class ChatAnswer(Answer):

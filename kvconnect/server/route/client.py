@@ -13,11 +13,14 @@ import httpx2
 from kvconnect.server.route.instance import Instance, InstanceFailed, Outcome
 from kvconnect.server.route.settings import RouteSettings
 from kvconnect.server.trust import ROUTER_SECRET_HEADER
+from kvconnect.text import printable
+from kvconnect.trace import warn_once
 
 T = TypeVar("T")
 
 _CONNECT_S = 2.0
 _MAX_KEPT = 128
+_TOLD_NBYTES = 500
 _LATE_S = 0.5
 """The seconds by which a timeout must be late to show that this process was stopped."""
 _LOOK_S = 0.25
@@ -29,6 +32,7 @@ Servers keep it longer, and so close none during a request."""
 
 _CLIENTS_FAULT = frozenset({400, 404, 413, 415, 422})
 _BUSY = frozenset({429, 503})
+_OF_THE_ROUTER = frozenset({401, 403})
 
 
 class ServerAnswered(Exception):
@@ -124,6 +128,9 @@ class InstanceClient:
         content = await answer.aread()
         if answer.status_code in _CLIENTS_FAULT:
             raise ServerAnswered(answer.status_code, content)
+        if answer.status_code in _OF_THE_ROUTER:  # its API key, its secret, or a peer that it names
+            said = printable(content[:_TOLD_NBYTES].decode(errors="replace"))
+            warn_once(f"route.refused {instance.url}", f"{instance.name} ({instance.url}): {said}")
         outcome: Outcome = "busy" if answer.status_code in _BUSY else "failed"
         raise InstanceFailed(instance, f"status {answer.status_code}", outcome)
 

@@ -9,6 +9,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import httpx2
+import jiter
 
 from kvconnect.address import is_loopback
 from kvconnect.server.route.instance import Instance
@@ -93,7 +94,7 @@ def _ended(task: asyncio.Task[None]) -> None:
 
 def _address(health: httpx2.Response) -> Mapping[str, str] | None:
     try:
-        content: Any = health.json()
+        content: Any = jiter.from_json(health.content)
     except ValueError:
         return None
     found = content.get("events") if isinstance(content, dict) else None

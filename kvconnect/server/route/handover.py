@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import httpx2
+import jiter
 
 from kvconnect.errors import ConfigurationError
 from kvconnect.server.errors import Busy, RequestRefused
@@ -153,7 +154,7 @@ class Handover:
                 self._post(instance, body, transfers=True) as answer,
             ):
                 content = await answer.aread()
-        carried = _carried(instance, content, answer)
+        carried = _carried(instance, content)
         address = None
         if carried.remote_host is not None and carried.remote_port is not None:
             address = (carried.remote_host, carried.remote_port)
@@ -219,9 +220,9 @@ class Handover:
         return self._fleet.client.post(instance, path, body, headers=headers, transfers=transfers)
 
 
-def _carried(instance: Instance, content: bytes, answer: httpx2.Response) -> KvTransferParams:
+def _carried(instance: Instance, content: bytes) -> KvTransferParams:
     try:
-        return KvTransferParams(**answer.json()["kv_transfer_params"])
+        return KvTransferParams(**jiter.from_json(content)["kv_transfer_params"])
     except (ValueError, KeyError, TypeError, ConfigurationError) as error:
         raise InstanceFailed(
             instance, f"no kv_transfer_params in its answer of {len(content)} bytes", "failed"
@@ -261,8 +262,7 @@ async def _with_tokens(request: RoutedRequest, fleet: Fleet) -> Prompt:
             asyncio.timeout(_TOKENIZE_S),
             fleet.client.post(server, "/tokenize", body, transfers=False) as answer,
         ):
-            await answer.aread()
-            tokens = array("q", answer.json()["tokens"])
+            tokens = array("q", jiter.from_json(await answer.aread())["tokens"])
     except (
         *(InstanceFailed, ServerAnswered, TimeoutError, httpx2.HTTPError),
         *(ValueError, KeyError, TypeError, OverflowError),

@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import httpx2
+import jiter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, Router
@@ -171,10 +172,12 @@ class _Monitor:
             try:
                 answer = await self._fleet.client.get(instance, "/v1/models")
                 answer.raise_for_status()
-                found: dict[str, Any] = answer.json()
-            except (httpx2.HTTPError, TimeoutError, ValueError):
+                found: dict[str, Any] = jiter.from_json(answer.content)
+                known = all(isinstance(one["id"], str) for one in found["data"])
+            except (httpx2.HTTPError, TimeoutError, ValueError, LookupError, TypeError):
                 continue
-            return found
+            if known:
+                return found
         raise RequestRefused(503, "no decode server answers", "no_decode_server")
 
     async def health(self, request: Request) -> Response:

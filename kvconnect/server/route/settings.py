@@ -49,7 +49,8 @@ class RouteSettings(HttpSettings):
         for number, url in enumerate(urls):
             parts = urlsplit(url)
             # The URL is not shown: it may hold a password.
-            if parts.scheme not in {"http", "https"} or not parts.hostname or parts.username:
+            named = parts.hostname and not parts.username and parts.port != 0
+            if parts.scheme not in {"http", "https"} or not named:
                 raise ValueError(
                     f"number {number + 1} is no URL of a server; give 'http://host:port', "
                     "without a user"
