@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import TypeVar
@@ -57,9 +58,10 @@ class DiskClient:
         self._settings = settings
         self._at = at
         self._lock = threading.Lock()
-        self._closed = False
+        self._closed = self._was_open = False
         self._retry_at = 0.0
         self._flush_timer: asyncio.TimerHandle | None = None
+        self._flushing: Future[None] | None = None
 
     async def run(self, lane: str, work: Callable[[DiskDirectory], T]) -> T:
         """Runs `work` with the directory on a thread of `lane` and returns the result.
@@ -69,7 +71,7 @@ class DiskClient:
 
         Raises:
             BackendUnavailable: the disk failed, or the second directory is damaged, too.
-            ConfigurationError: there is no directory that this store may open.
+            ConfigurationError: at the first call only: this store may not open the directory.
         """
         try:
             return await self.lanes[lane].run(partial(self._work, work))
@@ -108,8 +110,10 @@ class DiskClient:
 
     def _start_flush(self) -> None:
         self._flush_timer = None
+        if self._flushing is not None and not self._flushing.done():
+            return  # a disk that hangs must not collect them
         with suppress(BackendUnavailable):  # a call is still running after a cancelled `close`
-            self.lanes["saves"].submit(self._flush)
+            self._flushing = self.lanes["saves"].submit(self._flush)
 
     # The methods below run on threads of the lanes.
 
@@ -135,8 +139,13 @@ class DiskClient:
                     if not again:
                         raise
                     self._mend(directory, error)
-        except (BackendUnavailable, ConfigurationError):
+        except BackendUnavailable:
             raise
+        except ConfigurationError as error:
+            # The settings worked once, so this is a state of the disk that may end.
+            if not self._was_open:
+                raise
+            raise BackendUnavailable(str(error)) from error
         except (OSError, IndexDamaged) as error:
             raise BackendUnavailable(f"disk store {self._settings.path}: {error}") from error
         return self._work(work, again=False)
@@ -152,6 +161,7 @@ class DiskClient:
                     self.directory = None
                 if self.directory is None:
                     self.directory = self._open()
+                    self._was_open = True
                 directory = self.directory
                 using.enter_context(directory.in_use())
             yield directory

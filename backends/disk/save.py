@@ -68,7 +68,7 @@ def _store(
         directory.at("written")
         return writer.commit(reservation)
     except BaseException:
-        # If this fails, too, the slots stay reserved until this process ends.
+        # If this fails, too, the slots stay reserved until the next transaction.
         with suppress(OSError, IndexDamaged):
             writer.release(reservation)
         raise

@@ -6,7 +6,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from kvconnect.backend import StoredBlock
 from kvconnect.backends.disk.damage import expect_schema, expect_sound, whole_numbers
@@ -28,6 +28,7 @@ from kvconnect.backends.disk.path import identity, log_identity
 from kvconnect.backends.disk.rows import INSERT, Reservation, row_of
 from kvconnect.backends.disk.settings import DiskSettings
 from kvconnect.backends.disk.slots import SlotAllocator, slot_size
+from kvconnect.backends.disk.use_clock import UseClock
 from kvconnect.backends.quotas import tenant_of
 from kvconnect.keys import BlockKey
 
@@ -35,29 +36,6 @@ _EXPIRED_PER_SAVE = 256
 _EXPIRED_AT_OPEN = 16384
 # Seconds between two checks for damage while the index is open.
 _CHECK_S = 60.0
-# Microseconds of the year 4253: a later stamp counts as damage and is ignored.
-_SANE = 1 << 56
-
-
-class UseClock:
-    """A clock of use: each stamp is newer than all before it.
-
-    A stamp is the Unix time in microseconds. If the system's clock went back, stamps continue from
-    the newest one at the monotonic clock's rate.
-
-    Args:
-        newest: the newest stamp of the index below `_SANE`; 0: there is none.
-    """
-
-    def __init__(self, newest: int) -> None:
-        self._began_ns = time.monotonic_ns()
-        self._base = newest + 1
-
-    def now(self) -> int:
-        """Returns the stamp for a use now."""
-        elapsed = (time.monotonic_ns() - self._began_ns) // 1000
-        self._base = max(self._base, microseconds() - elapsed)
-        return self._base + elapsed
 
 
 class IndexWriter:
@@ -94,6 +72,8 @@ class IndexWriter:
         self._at = at
         self._lock = threading.Lock()
         self._saves = 0
+        # Saves that failed, and erasures: the next transaction frees their slots.
+        self._over: set[int] = set()
         self._check_at = 0.0
         log = log_nbytes(capacity)
         make_index(directory)
@@ -105,18 +85,16 @@ class IndexWriter:
         )
         self._leftovers = Leftovers(self._db)
         self._log = IndexLog(self._db, directory, log)
-        try:
+        with ExitStack() as opened:
+            opened.callback(self._db.close)
             with index_errors():
                 expect_sound(self._db)
             with self._transaction():
                 self._owner = Owner(directory)
+                opened.callback(self._owner.close)
                 self._slots.eviction.prepare()
-                newest = self._db.execute("SELECT max(used) FROM blocks WHERE used<?", (_SANE,))
-                self.use_clock = UseClock(newest.fetchone()[0] or 0)
-                newest.close()
-        except BaseException:
-            self._db.close()
-            raise
+                self.use_clock = UseClock(self._db)
+            opened.pop_all()
 
     def clean(self, *, shrink: bool) -> None:
         """Removes what killed processes left; with `shrink` also what exceeds the capacity."""
@@ -138,10 +116,11 @@ class IndexWriter:
         Raises:
             IndexFull: the index's log cannot be moved, and would grow without end.
         """
-        now = self.use_clock.now()
         with self._lock, index_errors():
             self._log.check()
         with self._transaction():
+            self.use_clock.follow(self._db)
+            now = self.use_clock.now()
             self._files.keep_only({segment for segment, *_ in self._segments()})
             self._slots.end_pins(microseconds())
             self._drop_expired(_EXPIRED_PER_SAVE)
@@ -172,9 +151,10 @@ class IndexWriter:
         return next(lost, reservation.count)
 
     def release(self, reservation: Reservation) -> None:
-        """Frees the slots of a save that failed."""
+        """Frees the slots of a save that failed; if it fails, too, a later call does."""
+        self._over.add(reservation.save)
         with self._transaction():
-            self._slots.free(self._slots.end_reservation(self._owner.name, reservation.save))
+            pass
 
     def delete(self, keys: Sequence[BlockKey]) -> None:
         """Deletes `keys`; absent ones are no error.
@@ -212,8 +192,9 @@ class IndexWriter:
             return
         self._at("erasing")
         self._files.zero([(location, 0) for location in found])
+        self._over.add(erasure)
         with self._transaction():
-            self._slots.free(self._slots.end_reservation(self._owner.name, erasure))
+            pass
 
     def scrub(self) -> bool:
         """Overwrites some bytes in unused slots; returns whether more may be left.
@@ -263,6 +244,7 @@ class IndexWriter:
         if self._log.stuck:
             return
         with self._transaction():
+            self.use_clock.follow(self._db)
             self._db.executemany(
                 "UPDATE blocks SET used=max(used, ?), hits=hits+? WHERE id=?",
                 [(stamp, hits.get(block, 0), block) for block, stamp in used.items()],
@@ -373,8 +355,13 @@ class IndexWriter:
             self._slots.begin()
             try:
                 self._expect_our_index()
+                over = tuple(self._over)
+                for save in over:
+                    ended = self._slots.end_reservation(self._owner.name, save)
+                    self._slots.free(ended)
                 yield
                 self._db.execute("COMMIT")
+                self._over.difference_update(over)
             except BaseException:
                 alone = self._db.in_transaction  # a COMMIT that failed has ended it
                 try:

@@ -39,6 +39,7 @@ def is_entry(answer: object) -> bool:
         and (answer.tokens is None or _is_tokens(answer.tokens))
         and all(isinstance(one, bytes) for one in (answer.namespace, answer.model))
         and (answer.pinned_until == inf or _is_number(answer.pinned_until))
+        and (answer.expires_at in (None, inf) or _is_number(answer.expires_at))
         and (answer.hits is None or isinstance(answer.hits, int))
     )
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 from kvconnect.backend import StoredEntry
 from kvconnect.backends.guard.answers import is_entry
-from kvconnect.backends.guard.calls import Call, Calls
+from kvconnect.backends.guard.calls import Call, Calls, mapped
 from kvconnect.errors import BackendUnavailable, RetryLater
 
 # A call of its own for each entry costs more than the entry. A reader of a few entries does not
@@ -18,9 +18,9 @@ _STEP_S = 0.02
 
 
 async def scanned(
-    calls: Calls, listing: AsyncIterator[StoredEntry], name: str
+    calls: Calls, scan: Callable[[], AsyncIterator[StoredEntry]], name: str
 ) -> AsyncIterator[StoredEntry]:
-    """Yields the entries of `listing`, of the store `name`, each checked.
+    """Yields the entries of `scan`, of the store `name`, each checked.
 
     If a step fails, the entries that it brought come before the error.
 
@@ -28,6 +28,8 @@ async def scanned(
         BackendTimeout: a step was not done in time.
         BackendUnavailable: the store failed, or yielded what is no entry.
     """
+    with mapped(name, "scan"):
+        listing = aiter(scan())
     loop = asyncio.get_running_loop()
     taken: list[StoredEntry] = []
     failure: RetryLater | None = None

@@ -286,7 +286,7 @@ class GuardedBackend(Backend):
     async def scan(self) -> AsyncIterator[StoredEntry]:
         """Yields an entry of every stored block; each step of some entries within the deadline."""
         self._opened()
-        async for entry in scanned(self._calls, aiter(self.inner.scan()), self.name):
+        async for entry in scanned(self._calls, self.inner.scan, self.name):
             yield self._readable(entry)
 
     async def describe(self, keys: Sequence[BlockKey]) -> Sequence[StoredEntry | None]:

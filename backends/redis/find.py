@@ -90,7 +90,9 @@ class RedisFinder:
     async def delete(self, keys: Sequence[BlockKey]) -> None:
         """Deletes `keys`: first their pins, then their other values, which the first one names."""
         if keys:
-            await self._router.answers([about(b"HDEL", self._names.pins, *keys)])
+            (reply,) = await self._router.ask([about(b"HDEL", self._names.pins, *keys)])
+            if not of_another_type(reply):  # which holds no pins
+                sound(reply)
         heads, parts = await self.heads(keys)
         await self.unlink([name for _, name in parts])
         there = zip(keys, heads, strict=True)
@@ -197,6 +199,8 @@ def _start(name: bytes, nbytes: int) -> Ask:
 
 def _pins(reply: Reply, count: int) -> list[Pin | None]:
     """Returns the pin of each of `count` blocks; `reply` is to HMGET."""
+    if of_another_type(reply):  # which holds no pins
+        return [None] * count
     found = sound(reply)
     if not isinstance(found, list) or len(found) != count:
         raise BackendUnavailable(f"Redis: {str(found)[:100]} where {count} values were due")

@@ -12,12 +12,13 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from math import inf
 
-from kvconnect.backends.redis.commands import about, sound
+from kvconnect.backends.redis.commands import Ask, about, of_another_type, sound
 from kvconnect.backends.redis.find import RedisFinder
 from kvconnect.backends.redis.format import Head, Pin
 from kvconnect.backends.redis.router import RedisRouter
 from kvconnect.backends.redis.server import room_of
 from kvconnect.backends.redis.settings import Mode
+from kvconnect.backends.redis.wire import Reply
 from kvconnect.errors import BackendUnavailable, ConfigurationError
 from kvconnect.keys import KEY_NBYTES, BlockKey
 from kvconnect.trace import warn_once
@@ -173,7 +174,7 @@ class RedisPins:
         pins: dict[BlockKey, Pin] = {}
         for start in range(0, len(keys), _PAGE):
             piece = keys[start : start + _PAGE]
-            (found,) = await self._router.answers([about(b"HMGET", self._name, *piece)])
+            (found,) = await self._answers([about(b"HMGET", self._name, *piece)])
             values = found if isinstance(found, list) else []
             pairs = zip(piece, map(Pin.parse, values), strict=False)
             pins |= {key: pin for key, pin in pairs if pin is not None}
@@ -227,10 +228,10 @@ class RedisPins:
         pins: dict[BlockKey, Pin] = {}
         cursor, given = b"0", set[bytes]()
         while True:
-            (reply,) = await self._router.answers(
-                [about(b"HSCAN", self._name, cursor, b"COUNT", _PAGE)]
-            )
+            (reply,) = await self._answers([about(b"HSCAN", self._name, cursor, b"COUNT", _PAGE)])
             match reply:
+                case None:
+                    return {}
                 case [bytes() as cursor, list() as fields]:
                     pairs = zip(fields[::2], map(Pin.parse, fields[1::2]), strict=False)
                     pins |= {
@@ -249,11 +250,23 @@ class RedisPins:
     async def _record(self, pins: Mapping[BlockKey, Pin]) -> None:
         pairs = [(key, pin.pack()) for key, pin in pins.items()]
         pieces = [pairs[start : start + _PAGE] for start in range(0, len(pairs), _PAGE)]
-        await self._router.answers(
-            [about(b"HSET", self._name, *(word for pair in one for word in pair)) for one in pieces]
-        )
+        asks = [
+            about(b"HSET", self._name, *(word for pair in one for word in pair)) for one in pieces
+        ]
+        if None in await self._answers(asks):
+            await self._finder.unlink([self._name])
+            await self._router.answers(asks)
 
     async def _forget(self, keys: Collection[BlockKey]) -> None:
         left = list(keys)
         pieces = [left[start : start + _PAGE] for start in range(0, len(left), _PAGE)]
-        await self._router.answers([about(b"HDEL", self._name, *piece) for piece in pieces])
+        await self._answers([about(b"HDEL", self._name, *piece) for piece in pieces])
+
+    async def _answers(self, asks: Sequence[Ask]) -> list[Reply]:
+        """Returns the answers; ``None`` if the pins' name has a value of another type.
+
+        Raises:
+            BackendUnavailable: one of them is another error.
+        """
+        replies = await self._router.ask(asks)
+        return [None if of_another_type(reply) else sound(reply) for reply in replies]

@@ -107,17 +107,20 @@ def has_bytes(bucket: S3Bucket, found: Found) -> bool:
 
 
 class AnswerCache(Generic[K, V]):
-    """A cache of the `capacity` answers used last. Belongs to one thread.
+    """A cache of the answers used last, whose weights together are at most `capacity`.
+
+    Belongs to one thread.
 
     Args:
-        capacity: entries.
+        capacity: the sum of the weights.
         clock: monotonic seconds.
     """
 
     def __init__(self, capacity: int, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._capacity = capacity
         self._clock = clock
-        self._answers: OrderedDict[K, tuple[float, V]] = OrderedDict()
+        self._answers: OrderedDict[K, tuple[float, V, int]] = OrderedDict()
+        self._weight = 0
 
     def __len__(self) -> int:
         return len(self._answers)
@@ -128,21 +131,23 @@ class AnswerCache(Generic[K, V]):
         if entry is None:
             return None
         if self._clock() >= entry[0]:
-            del self._answers[key]
+            self.drop(key)
             return None
         self._answers.move_to_end(key)
         return entry[1]
 
-    def put(self, key: K, answer: V, seconds: float) -> None:
+    def put(self, key: K, answer: V, seconds: float, weight: int = 1) -> None:
         """Caches `answer` for `seconds`; 0: not at all."""
+        self.drop(key)
         if seconds <= 0:
-            self._answers.pop(key, None)
             return
-        self._answers[key] = (self._clock() + seconds, answer)
-        self._answers.move_to_end(key)
-        if len(self._answers) > self._capacity:
-            self._answers.popitem(last=False)
+        self._answers[key] = (self._clock() + seconds, answer, weight)
+        self._weight += weight
+        while self._weight > self._capacity:
+            self.drop(next(iter(self._answers)))
 
     def drop(self, key: K) -> None:
         """Removes `key` from the cache."""
-        self._answers.pop(key, None)
+        entry = self._answers.pop(key, None)
+        if entry is not None:
+            self._weight -= entry[2]

@@ -25,7 +25,9 @@ from kvconnect.errors import BackendUnavailable
 from kvconnect.keys import BlockKey
 from kvconnect.trace import warn_once
 
-_MOST_CACHED = 1024
+# The KiB of all lists that are cached, and the KiB that a short one counts as.
+_MOST_CACHED = 65_536
+_LEAST_WEIGHT = 64
 _MOST_NBYTES = 4 << 20
 _TRIES = 8
 _PAUSE_S = 0.01
@@ -61,7 +63,8 @@ class S3Children:
             ttl = (
                 self._bucket.settings.lookup_ttl_s if children else self._bucket.settings.miss_ttl_s
             )
-            self._cache.put(parent, children, ttl)
+            weight = max(_LEAST_WEIGHT, sum(one.tokens.nbytes for one in children) >> 10)
+            self._cache.put(parent, children, ttl, weight)
         return children
 
     async def list_new(self, objects: Iterable[Sequence[StoredBlock]]) -> None:

@@ -121,6 +121,12 @@ def is_of_signature(error: Exception) -> bool:
     return isinstance(error, ClientError) and S3Failure.of(error).code in _SIGNATURE_CODES
 
 
+def was_answered(error: BackendUnavailable) -> bool:
+    """Returns whether the service answered the request that failed with `error`."""
+    cause = error.__cause__
+    return cause is None or isinstance(cause, ClientError)
+
+
 @contextmanager
 def failures(settings: S3Settings, operation: str = "") -> Iterator[None]:
     """Maps errors of boto3 and of connections to the contract's.

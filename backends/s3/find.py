@@ -21,7 +21,8 @@ from kvconnect.backends.s3.bucket import Listed, S3Bucket
 from kvconnect.backends.s3.format import Record
 from kvconnect.keys import BlockKey
 
-_MOST_CACHED = 65_536
+# The KiB of all records that are cached, which are as long as their writers made them.
+_MOST_CACHED = 131_072
 # The probes above which an additional round to find the end of a prompt's blocks pays.
 _PROBES_AT_ONCE = 32
 _ENTRY = re.compile(r"[0-9a-f]{64}")
@@ -179,10 +180,21 @@ class S3Finder:
         if isinstance(answer, Absent):
             self._cache.put(key, answer, self._bucket.settings.miss_ttl_s)
             return
+        whole = _kib(answer.record)
+        share = whole // len(answer.record.members)
         for found in _neighbours(answer):
             # The newer answer is right, but a block's own record has more than a neighbour's.
             if found.etag is not None or not isinstance(self._cache.get(found.member.key), Found):
-                self._cache.put(found.member.key, found, self._bucket.settings.lookup_ttl_s)
+                weight = 1 + (share if found.etag is None else whole)
+                seconds = self._bucket.settings.lookup_ttl_s
+                self._cache.put(found.member.key, found, seconds, weight)
+
+
+def _kib(record: Record) -> int:
+    """Returns about how many KiB of memory `record` takes."""
+    kept = [one.metadata for one in record.members]
+    tokens = sum(one.tokens.nbytes for one in kept if one.tokens is not None)
+    return (tokens + sum(256 + len(one.namespace) + len(one.model) for one in kept)) >> 10
 
 
 def _probes(

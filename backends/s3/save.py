@@ -13,6 +13,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -21,6 +22,7 @@ from kvconnect.backends.lanes import Lanes, results_of, settled
 from kvconnect.backends.s3.answers import Absent, Found, fetch_entry, has_bytes, member_until
 from kvconnect.backends.s3.bucket import Conflict, S3Bucket
 from kvconnect.backends.s3.children import S3Children
+from kvconnect.backends.s3.errors import was_answered
 from kvconnect.backends.s3.find import S3Finder
 from kvconnect.backends.s3.format import Member, Record
 from kvconnect.errors import BackendUnavailable
@@ -114,7 +116,13 @@ class S3Writer:
             return await self._point(record, [head, *views])
         name = self._bucket.settings.name("g", payload)
         await self._lane.run(lambda: self._bucket.put(name, views, replaces=None))
-        found = await self._point(record, [head])
+        try:
+            found = await self._point(record, [head])
+        except BackendUnavailable as error:
+            if was_answered(error):  # a service that is out of reach cannot be asked
+                with suppress(BackendUnavailable):
+                    await self._shrink({payload: record}, ())
+            raise
         lost = {one.member.key for one in found if one.record is not record}
         if lost:
             # Another writer was faster with these blocks: their bytes in this object are not used.

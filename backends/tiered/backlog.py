@@ -11,7 +11,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvconnect.backend import StoredBlock
-from kvconnect.errors import BackendTimeout, KvConnectError
+from kvconnect.backends.lanes import Lane
+from kvconnect.errors import BackendTimeout, BackendUnavailable, KvConnectError
 from kvconnect.keys import BlockKey
 from kvconnect.trace import count, warn_once
 
@@ -61,6 +62,7 @@ class Backlog:
         self._writing: set[BlockKey] = set()
         self._forgotten: set[BlockKey] = set()
         self._worker: asyncio.Task[None] | None = None
+        self._lane: Lane | None = None
         self._closing = False
 
     def __len__(self) -> int:
@@ -88,9 +90,9 @@ class Backlog:
                 continue
             self._known.add(block.key)
             copies.append((block, buffer))
-        await _copy(copies)
+        copied = await self._copy(copies)
         for block, buffer in copies:
-            if self._closing or block.key in self._forgotten:
+            if self._closing or not copied or block.key in self._forgotten:
                 self._forgotten.discard(block.key)
                 self._give_back(replace(block, data=buffer))
             else:
@@ -100,6 +102,26 @@ class Backlog:
         if self._queue and self._worker is None:
             self._worker = asyncio.create_task(self._write_all())
         return len(copies)
+
+    async def _copy(self, copies: Sequence[tuple[StoredBlock, Tensor]]) -> bool:
+        """Copies the data of blocks to buffers; returns false if no thread does."""
+
+        def copy() -> None:
+            for block, buffer in copies:
+                buffer.copy_(block.data)
+
+        if sum(buffer.numel() for _, buffer in copies) <= _INLINE_NBYTES:
+            copy()
+            return True
+        try:
+            # No thread of the loop's own: a tier that hangs may hold all of them.
+            if self._lane is None:
+                self._lane = Lane("kvconnect-backlog", 1)
+            await self._lane.run(copy)
+        except BackendUnavailable as error:
+            self._drop(len(copies), str(error))
+            return False
+        return True
 
     def forget(self, keys: Iterable[BlockKey]) -> None:
         """Drops waiting `keys`; deletes those that are being written once that has ended."""
@@ -132,6 +154,9 @@ class Backlog:
             worker.cancel()  # the worker waits for a tier that does not answer
         if worker is not None:
             await asyncio.wait({worker})
+        if self._lane is not None:
+            await self._lane.close()
+            self._lane.join()
         self._known.clear()
         self._buffers.clear()
 
@@ -254,14 +279,3 @@ class _Buffers:
                 self.nbytes -= nbytes
                 return True
         return False
-
-
-async def _copy(copies: Sequence[tuple[StoredBlock, Tensor]]) -> None:
-    def copy() -> None:
-        for block, buffer in copies:
-            buffer.copy_(block.data)
-
-    if sum(buffer.numel() for _, buffer in copies) <= _INLINE_NBYTES:
-        copy()
-    else:
-        await asyncio.to_thread(copy)

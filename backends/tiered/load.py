@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -21,11 +21,17 @@ if TYPE_CHECKING:
 
 
 async def load(
-    tiers: Sequence[Tier], keys: Sequence[BlockKey], into: Sequence[Tensor], *, promotes: bool
+    tiers: Sequence[Tier],
+    keys: Sequence[BlockKey],
+    into: Sequence[Tensor],
+    *,
+    promotes: bool,
+    dropped: Collection[BlockKey] = (),
 ) -> int:
     """Fills `into` from `tiers`, in order; see `TieredBackend.load`. Runs on the event loop.
 
-    With `promotes`, blocks loaded from a slower tier are copied to the faster ones.
+    With `promotes`, blocks loaded from a slower tier are copied to the faster ones, except those
+    `dropped`, to which the caller adds what is deleted meanwhile.
     """
     before, loaded = -1, 0
     promotions: list[asyncio.Task[None]] = []
@@ -43,7 +49,7 @@ async def load(
                 piece = slice(loaded, loaded + got)
                 faster = [one for one in tiers[: tiers.index(tier)] if one.alive]
                 if faster and promotes:
-                    copying = _promote(tier, faster, keys[piece], into[piece])
+                    copying = _promote(tier, faster, keys[piece], into[piece], dropped)
                     promotions.append(asyncio.create_task(copying))
                 loaded += got
                 if loaded == len(keys):
@@ -63,6 +69,7 @@ async def _promote(
     faster: Sequence[Tier],
     keys: Sequence[BlockKey],
     frames: Sequence[Tensor],
+    dropped: Collection[BlockKey],
 ) -> None:
     """Adds loaded blocks to the backlogs of `faster`; `frames` may be reused when this returns.
 
@@ -82,7 +89,10 @@ async def _promote(
         else:
             with suppress(BadFrame):  # no frame: the length of the value is unknown
                 blocks.append(StoredBlock(key, frame.whole(data)))
-    await asyncio.gather(*(tier.backlog.add(blocks) for tier in faster))
+    # `dropped` is checked as a backlog takes a block; `Backlog.forget` handles later deletions.
+    await asyncio.gather(
+        *(tier.backlog.add(one for one in blocks if one.key not in dropped) for tier in faster)
+    )
 
 
 async def _load(

@@ -70,6 +70,7 @@ class TieredBackend(Backend):
         self.capabilities = _capabilities_of(self.capabilities, self.tiers)
         self._finder = TieredFinder(self.tiers, settings.patience_s)
         self._promotes = False
+        self._dropped: dict[int, set[BlockKey]] = {}  # the keys deleted during each load
         self._is_open = False
 
     async def open(self, layouts: Sequence[KvCacheLayout], access: Access = "store") -> None:
@@ -117,7 +118,12 @@ class TieredBackend(Backend):
             BackendTimeout: a tier holds `into` beyond its deadline, until `pending` is done.
         """
         self._opened()
-        return await load(self.tiers, keys, into, promotes=self._promotes)
+        dropped: set[BlockKey] = set()
+        self._dropped[id(dropped)] = dropped
+        try:
+            return await load(self.tiers, keys, into, promotes=self._promotes, dropped=dropped)
+        finally:
+            del self._dropped[id(dropped)]
 
     async def save(self, blocks: Sequence[StoredBlock]) -> int:
         """Stores `blocks` in all tiers; waits for those that are written through.
@@ -150,6 +156,8 @@ class TieredBackend(Backend):
             BackendUnavailable: no tier could delete; call it again once a tier answers.
         """
         self._opened()
+        for dropped in self._dropped.values():
+            dropped.update(keys)
         deleted = await asyncio.gather(*(tier.delete(keys) for tier in self.tiers))
         if not any(deleted):
             raise BackendUnavailable(
@@ -187,12 +195,12 @@ class TieredBackend(Backend):
 
         async def asked(tier: Tier) -> Sequence[bool] | None:
             try:
-                return await tier.answer(tier.guard.pin(keys, until), None)
+                return await tier.guard.pin(keys, until)
             except ConfigurationError as error:
                 refusals.append(error)
                 return None
 
-        calls = (asked(tier) for tier in pinning if tier.alive)
+        calls = (tier.answer(asked(tier), None) for tier in pinning if tier.alive)
         answers = [answer for answer in await asyncio.gather(*calls) if answer is not None]
         if not answers:
             if refusals:

@@ -181,7 +181,7 @@ class Tier:
             self.skip(str(error))
             if holds_buffers and error.pending is not None:
                 raise
-        except BackendUnavailable as error:
+        except (BackendUnavailable, ConfigurationError) as error:
             warn_once(f"tiered.failed.{self.name}", f"tier {self.name}: {error}")
         return otherwise
 
@@ -199,6 +199,12 @@ class Tier:
     def _owe(self, keys: Sequence[BlockKey]) -> None:
         if len(self._owed) + len(keys) <= _MAX_OWED:
             self._owed.update(keys)
+        else:
+            warn_once(
+                f"tiered.owed.{self.name}",
+                f"tier {self.name}: does not delete {len(keys)} blocks later, since too many wait "
+                "for that; drop them again once it answers",
+            )
         self._start_probing()
 
     def _start_probing(self) -> None:
@@ -233,5 +239,9 @@ class Tier:
                 self._owed.difference_update(owed)
         except (BackendUnavailable, TimeoutError):  # BackendTimeout is one, too
             return
+        except ConfigurationError:
+            if not self._is_open:
+                raise
+            return  # it was configured rightly once
         self._alive.set()
         self.prompt = seconds <= self._patience_s

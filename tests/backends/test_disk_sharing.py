@@ -17,6 +17,7 @@ from kvconnect.backends.disk import format as disk_schema
 from kvconnect.backends.disk.store import DiskBackend
 from kvconnect.errors import BackendUnavailable, ConfigurationError
 from kvconnect.layout import KvCacheLayout
+from kvconnect.testing.faults.clock import ShiftedClock
 from kvconnect.testing.processes import children
 from kvconnect.testing.subjects import DiskSubject
 
@@ -272,3 +273,17 @@ async def test_model_with_other_blocks_shares_the_directory(make_disk, kit):
     await other.close()
     async with kit.opened(open_backend(make_disk())) as store:
         assert await kit.stored(store, keys) == [True] * 4
+
+
+async def test_what_is_stored_now_is_kept_though_the_clock_of_another_was_ahead(make_disk, kit):
+    """The clock was a day ahead while only the other process used the store."""
+    options = {"capacity": 32 * kit.frame_nbytes}
+    async with kit.opened(make_disk(**options)) as ahead, kit.opened(make_disk(**options)) as store:
+        with ShiftedClock() as clock:
+            clock.forward(86400)
+            for turn in range(20):
+                await ahead.save(kit.chain(kit.keys("ahead", turn, count=4)))
+        mine = [kit.keys("mine", turn, count=4) for turn in range(4)]
+        for keys in mine:
+            assert await store.save(kit.chain(keys)) == 4
+        assert [await store.lookup(keys) for keys in mine] == [4] * 4

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import threading
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -650,6 +651,26 @@ async def test_what_was_listed_before_a_failure_comes_before_the_error(kit, last
         assert found == [one.key for one in inner.listed]
         with pytest.raises(error):
             await anext(entries)
+
+
+@pytest.mark.parametrize("answers", [None, []])
+async def test_a_listing_that_is_none_is_a_failed_call(kit, answers):
+    class Odd(Recording):
+        def scan(self):
+            return answers
+
+    async with kit.opened(GuardedBackend(Odd())) as store:
+        with pytest.raises(BackendUnavailable, match="scan failed"):
+            [entry async for entry in store.scan()]
+
+
+@pytest.mark.parametrize("end", ["soon", float("nan")])
+async def test_an_entry_whose_end_is_no_time_is_a_failed_call(kit, end):
+    inner = Lister(1)
+    inner.listed = [replace(one, expires_at=end) for one in inner.listed]
+    async with kit.opened(GuardedBackend(inner)) as store:
+        with pytest.raises(BackendUnavailable, match="scan answered"):
+            [entry async for entry in store.scan()]
 
 
 async def test_a_slow_listing_is_not_kept_back_until_a_step_is_full(kit, monkeypatch):

@@ -275,3 +275,22 @@ async def test_a_tiered_store_pins_in_the_tiers_that_can(own_redis, prefix, kit,
         assert await store.pin(keys_of(mine), None) == [True, True]
     finally:
         await store.close()
+
+
+async def test_a_value_of_another_type_in_place_of_the_pins_holds_none(own_redis, make_redis, kit):
+    mine = a_chain(kit, "mine", 3)
+    store = await make_redis(own_redis)
+    await store.save(mine)
+    await store.pin(keys_of(mine), inf)
+    (pins,) = (name for name in own_redis.names("") if name.endswith("pins"))
+    own_redis.admin.set(pins, b"junk")
+    found = await store.describe(keys_of(mine))
+    assert [entry.pinned_until for entry in found] == [0.0] * 3
+    assert (await store.stats())["pinned_blocks"] == 0
+    assert len([entry async for entry in store.scan()]) == 3
+    assert await store.pin(keys_of(mine), None) == [False] * 3
+    await store.delete(keys_of(mine)[:1])
+    assert await there(store, mine) == [False, True, True]
+    assert await store.save(mine) == 3
+    assert await store.pin(keys_of(mine), inf) == [True] * 3
+    assert (await store.stats())["pinned_blocks"] == 3

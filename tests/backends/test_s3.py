@@ -301,7 +301,9 @@ async def test_writer_that_dies_between_payload_and_pointers_leaves_no_block(
     keys = kit.keys("died", count=8)
     async with kit.opened(make_s3()) as store:
         denied = refusal(403, "AccessDenied")
-        s3_server.fault = lambda r: denied if r.method == "PUT" and r.kind == "k" else None
+        s3_server.fault = lambda r: (
+            denied if (r.method, r.kind) in {("PUT", "k"), ("DELETE", "g")} else None
+        )
         with pytest.raises(BackendUnavailable):
             await store.save(kit.chain(keys))
         s3_server.fault = lambda _: None

@@ -504,3 +504,33 @@ async def test_block_that_another_process_saved_again_is_not_read_by_its_old_rec
         assert await reader.load([key], [into]) == 0
         assert await reader.load([key], [into]) == 1
         assert kit.holds(into, key, framed=False)
+
+
+# ---------------------------------------------------------------------- what a failed save leaves
+
+
+async def test_payload_that_no_block_points_to_is_removed(store, kit, s3_server, monkeypatch):
+    """A service that takes payloads and refuses what points to them would collect them."""
+    monkeypatch.setattr("kvconnect.backends.s3.client.time.sleep", lambda _: None)
+    for status, code in ((403, "AccessDenied"), (503, "SlowDown"), (412, "PreconditionFailed")):
+        s3_server.fault = only("PUT", "k", refusal(status, code))
+        for turn in range(2):
+            with pytest.raises(BackendUnavailable):
+                await store.save(kit.chain(kit.keys("no pointer", code, turn, count=3)))
+        assert not s3_server.objects
+    s3_server.fault = lambda _: None
+    await works(store, kit, [])
+
+
+async def test_payload_that_some_block_points_to_stays(store, kit, s3_server):
+    keys = kit.keys("some pointer", count=3)
+    refused = refusal(403, "AccessDenied")
+    s3_server.fault = lambda r: (
+        refused if r.method == "PUT" and r.kind == "k" and keys[1].hex() in r.name else None
+    )
+    with pytest.raises(BackendUnavailable):
+        await store.save(kit.chain(keys))
+    s3_server.fault = lambda _: None
+    assert await kit.stored(store, keys) == [True, False, True]
+    assert await store.save(kit.chain(keys)) == 3
+    assert await kit.stored(store, keys) == [True] * 3

@@ -20,7 +20,9 @@ from s3_server import BUCKET, Answer, Request, refusal
 from kvconnect import frame
 from kvconnect.backend import StoredBlock
 from kvconnect.backends import open_backend
+from kvconnect.backends.s3 import children as s3_children
 from kvconnect.backends.s3 import client as client_module
+from kvconnect.backends.s3 import find as s3_find
 from kvconnect.backends.s3.client import S3Client
 from kvconnect.backends.s3.settings import S3Settings
 from kvconnect.errors import BackendUnavailable, ConfigurationError
@@ -499,3 +501,20 @@ def test_ranges_of_an_object_share_a_signature_until_it_is_old_or_refused(s3_ser
     read(0)
     assert len(signed) == 5
     client.close()
+
+
+async def test_long_records_and_lists_are_not_all_remembered(make_s3, kit, s3_server, monkeypatch):
+    """Whoever writes to the bucket chooses their length."""
+    monkeypatch.setattr(s3_find, "_MOST_CACHED", 100)  # KiB
+    monkeypatch.setattr(s3_children, "_MOST_CACHED", 100)
+    tokens = range(10_000)
+    keys, parents = kit.keys("long", count=12), kit.keys("parent", count=12)
+    async with kit.opened(make_s3(lookup_ttl_s=60.0)) as writer:
+        for key, parent in zip(keys, parents, strict=True):
+            await writer.save([kit.block(key, parent, tokens=tokens)])
+    async with kit.opened(make_s3(lookup_ttl_s=60.0)) as store:
+        for key, parent in zip(keys, parents, strict=True):
+            assert await store.lookup([key]) == 1
+            assert len(await store.children(parent)) == 1
+        assert 1 <= len(store._parts.finder) <= 3
+        assert 1 <= len(store._parts.children._cache) <= 3

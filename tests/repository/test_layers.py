@@ -42,7 +42,7 @@ DOORS = {
     "backends.disk.files": "backends.lanes backends.disk.errors",
     "backends.redis": STORE,
     "backends.s3": STORE,
-    "backends.tiered": "backends.url backends.guard backends.registry",
+    "backends.tiered": "backends.url backends.lanes backends.guard backends.registry",
     "connector.ranks": "connector.data",
     "connector.runtime": f"{CONTRACT} connector.ranks.communicator cache.resource_manager",
     "connector.disagg": f"{CONTRACT} connector.disagg.fetch connector.io.lookup transfer",
