@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 import shutil
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -47,7 +49,12 @@ from prompts import prompt as prompt_of
 from rows import cells
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel, dynamic_module_utils
+from transformers import (
+    AttentionInterface,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    dynamic_module_utils,
+)
 
 from kvconnect.digest import model_digest
 from kvconnect.errors import ConfigurationError, UnsupportedModel, UsageError
@@ -679,6 +686,81 @@ def test_what_changes_nothing_keeps_the_cache(model, store):
         model.model.layers[0].register_forward_hook(lambda *_: None)
         for _ in range(2):
             assert loaded(model, prompts) == ALL
+
+
+# ---------------------------------------------------------------------- what no canary is long for
+
+
+def narrow(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: object, **more: Any
+) -> tuple[Tensor, None]:
+    """Attention to the last 20 tokens: as usual for a canary's 16."""
+    key, value = (one.repeat_interleave(query.shape[1] // one.shape[1], 1) for one in (key, value))
+    at = torch.arange(key.shape[2])
+    ends = at[-query.shape[2] :, None]
+    found = nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=(at <= ends) & (at > ends - 20), scale=more["scaling"]
+    )
+    return found.transpose(1, 2).contiguous(), None
+
+
+@pytest.fixture
+def own_attention(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setitem(AttentionInterface._global_mapping, "narrow", narrow)
+    return "narrow"
+
+
+def narrow_attention(model: PreTrainedModel) -> None:
+    model.set_attn_implementation("narrow")
+
+
+def narrow_table(model: PreTrainedModel) -> None:
+    AttentionInterface._global_mapping[model.config._attn_implementation] = narrow
+
+
+def narrow_config(model: PreTrainedModel) -> None:
+    model.model.config = copy.deepcopy(model.config)
+    model.model.config.sliding_window = 20
+
+
+def narrow_attribute(model: PreTrainedModel) -> None:
+    """Flash attention reads it."""
+    for layer in model.model.layers:
+        layer.self_attn.sliding_window = 20
+
+
+@pytest.mark.planted("setting-changed forward-patched", "prompt_cache", "refused")
+@pytest.mark.parametrize("alter", [narrow_attention, narrow_table, narrow_config, narrow_attribute])
+@pytest.mark.usefixtures("own_attention")
+def test_what_shows_behind_a_canary_ends_the_cache(store, monkeypatch, alter):
+    kind = {"num_key_value_heads": 2, "sliding_window": 32, "use_sliding_window": True}
+    model = small("Qwen2ForCausalLM", max_window_layers=0, **kind)
+    monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", AttentionInterface()["sdpa"])
+    with opened(model, store) as prompts:
+        for count in (0, ALL):
+            assert loaded(model, prompts) == count
+        assert prompts.flush()
+        alter(model)
+        with counted_by_reason():
+            past = prompts.prefill(given(prompt()))
+        assert past.not_cached
+        assert generate(model, prompt(), past_key_values=past) == generate(model, prompt())
+
+
+@pytest.mark.planted("forward-patched", "prompt_cache", "refused")
+def test_attention_of_the_callers_needs_a_name(model, filled, own_attention):
+    model.set_attn_implementation(own_attention)
+    with pytest.raises(UnsupportedModel, match=r"'narrow' is \S+\.narrow,"):
+        PromptCache(model, filled)
+    assert finds(model, filled, model_revision="mine+narrow@1") == 0
+    assert finds(model, filled, model_revision="mine+narrow@1") == ALL
+
+
+@pytest.mark.planted("forward-patched", "prompt_cache", "refused")
+def test_a_replaced_function_of_the_models_file_needs_a_name(model, filled, monkeypatch):
+    monkeypatch.setattr(sys.modules[type(model).__module__], "rotate_half", lambda one: -one)
+    with pytest.raises(UnsupportedModel, match="rotate_half of"):
+        PromptCache(model, filled)
 
 
 # ---------------------------------------------------------------------- passes

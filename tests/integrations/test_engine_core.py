@@ -224,11 +224,36 @@ def test_an_adapter_by_the_name_of_another_has_no_digest(tmp_path):
     linked.symlink_to(first)
     digests = AdapterDigests()
     assert digests.find(1, str(first)) is not None
-    assert digests.find(1, str(other)) is None
-    assert digests.find(1, str(other)) is None
-    assert digests.find(2, str(other)) is not None
     assert digests.find(1, f"{first}/") is not None
     assert digests.find(1, str(linked)) is not None
+    assert digests.find(1, str(other)) is None
+    assert digests.find(1, str(other)) is None
+    assert digests.find(1, str(first)) is None  # the engine may have dropped it for the other
+    assert digests.find(2, str(other)) is not None
+    digests.close()
+
+
+def test_a_name_that_was_refused_has_no_digest_in_any_directory(tmp_path):
+    folder = adapter(tmp_path / "a", b"1" * 100)
+    digests = AdapterDigests()
+    assert digests.find(1, "of-a-hub") is None
+    assert digests.find(1, str(folder)) is None
+    assert digests.find(3, str(folder)) is not None
+    digests.close()
+
+
+def test_files_that_change_before_they_are_read_have_no_digest(tmp_path):
+    """The engine loads an adapter when a request is scheduled: before or after the change."""
+    folder = adapter(tmp_path / "a", b"1" * 100)
+    digests = AdapterDigests()
+    go = threading.Event()
+    digests._thread.submit(go.wait, 60)
+    found = digests.find(1, str(folder))
+    adapter(folder, b"2" * 101)
+    go.set()
+    assert found is not None
+    with pytest.raises(ModelChanged, match="changed while it was read"):
+        found.result(60)
     digests.close()
 
 

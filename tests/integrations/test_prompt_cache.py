@@ -166,6 +166,28 @@ def test_all_that_tokens_look_back_at_is_restored_wherever_a_prompt_ends(loaded,
                     assert torch.allclose(one[:, :, seen], other[:, :, seen], rtol=1e-9, atol=1e-12)
 
 
+def test_tokens_of_which_a_window_was_not_loaded_are_not_taken_back(loaded, store):
+    """What its first tokens look back at is missing; without windows, nothing is."""
+    for arch, kept in (("gemma3", 89), ("llama", 0)):
+        model, ids = loaded(arch), prompt(90)
+        with opened(model, store) as prompts:
+            answer(model, prompts, given(ids))
+            assert prompts.flush()
+            past = prompts.prefill(given(ids))
+            assert past.loaded_tokens == (89,)
+            if kept:
+                with pytest.raises(UsageError, match="loaded tokens of a model with windows"):
+                    past.crop(-39)
+                assert past.get_seq_length() == 89
+                past.crop(0)
+                past.crop(-89)
+            else:
+                past.crop(-39)
+            start = past.get_seq_length()
+            found = model(ids[:, start:60], past_key_values=past, use_cache=True).logits[:, -1]
+            assert torch.allclose(found, model(ids[:, :60]).logits[:, -1], rtol=1e-9)
+
+
 @pytest.mark.parametrize("chunk", [7, pytest.param(32, marks=pytest.mark.slow)])
 def test_a_prompt_that_is_computed_in_chunks(llama64, chunk, prompts):
     inputs = given(prompt(75))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from concurrent.futures import Future
 from pathlib import Path
@@ -106,6 +107,24 @@ def test_a_preempted_request_is_loaded_again(open_engine: Open, save_on):
     assert request.all_token_ids == plain.all_token_ids
     if save_on == "full":  # else it is staged when it loses its blocks, and came back at once
         assert request.cached > len(PROMPT) - T
+    engine.check_empty()
+
+
+def test_what_was_computed_before_a_reset_is_what_workers_are_told(open_engine: Open, monkeypatch):
+    """In the step that resumes the request: windows have freed blocks up to where it was."""
+    engine = open_engine(save_on="finish", chunk=6)
+    request = engine.submit(PROMPT, wanted=len(PROMPT) + 3 * T, skip_reading_prefix_cache=True)
+    engine.run(lambda: request.num_tokens == len(PROMPT) + T)
+    computed = request.num_computed_tokens
+    told_of = []
+    monkeypatch.setattr(
+        engine.worker, "handle_preemptions", lambda meta: told_of.extend(meta.preempted)
+    )
+    engine.preempt(request)
+    engine.step()
+    assert request.num_computed_tokens == 6
+    assert [tokens for _, tokens in told_of] == [computed]
+    engine.run()
     engine.check_empty()
 
 
@@ -276,6 +295,44 @@ def test_salts_and_adapters_are_apart(open_engine: Open, tmp_path: Path):
     engine.check_empty()
 
 
+def adapter_in(folder: Path, number: int, *, load_inplace: bool = False) -> SimpleNamespace:
+    if not folder.exists():
+        folder.mkdir()
+        (folder / "adapter_model.safetensors").write_bytes(folder.name.encode() * 50)
+    return SimpleNamespace(lora_int_id=number, lora_path=str(folder), load_inplace=load_inplace)
+
+
+@pytest.mark.planted("adapter-switched", "vllm", "refused")
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_number_that_two_adapters_had_names_neither(open_engine: Open, tmp_path: Path, in_place):
+    """The engine may have dropped the first, or replaced it, and go on with the second."""
+    first, other = tmp_path / "a", tmp_path / "b"
+    engine = open_engine()
+    for cached in (0, 5 * T):
+        assert engine.answer(PROMPT, lora_request=adapter_in(first, 1)).cached == cached
+        engine.flush()
+    lora = adapter_in(other, 1, load_inplace=in_place)
+    assert engine.answer(PROMPT, lora_request=lora).cached == 0
+    assert engine.answer(PROMPT, lora_request=adapter_in(first, 1)).cached == 0
+    engine.flush()
+    assert engine.answer(PROMPT, lora_request=adapter_in(other, 2)).cached == 0
+    assert engine.answer(PROMPT, lora_request=adapter_in(first, 3)).cached == 5 * T
+    engine.check_empty()
+
+
+@pytest.mark.planted("adapter-weights-changed", "vllm", "refused")
+def test_an_adapter_that_is_loaded_before_a_request_names_it_is_that_of_then(
+    open_engine: Open, tmp_path: Path
+):
+    engine = open_engine()
+    engine.scheduler.adapter_loads(adapter_in(tmp_path / "a", 1))
+    (tmp_path / "a" / "adapter_model.safetensors").write_bytes(b"new" * 50)
+    for number in (1, 2):
+        assert engine.answer(PROMPT, lora_request=adapter_in(tmp_path / "a", number)).cached == 0
+        engine.flush()
+    engine.check_empty()
+
+
 def test_a_tenants_blocks_are_found_by_its_salt(open_engine: Open, tmp_path: Path, capsys):
     """Whatever else stands in the namespace of vLLM's requests."""
     (tmp_path / "adapter_config.json").write_text("{}")
@@ -394,6 +451,12 @@ def latents(device: str, *, enable_prefix_caching: bool) -> dict[str, SimpleName
     }
 
 
+def poolers(runner: str, *, is_prefix_caching_supported: bool) -> dict[str, SimpleNamespace]:
+    supported = is_prefix_caching_supported
+    found = SimpleNamespace(runner_type=runner, is_prefix_caching_supported=supported)
+    return {"model_config": found}
+
+
 @pytest.mark.parametrize(
     ("more", "says"),
     [
@@ -404,6 +467,7 @@ def latents(device: str, *, enable_prefix_caching: bool) -> dict[str, SimpleName
         ({"speculative_config": SimpleNamespace(method="dspark")}, "method='dspark'"),
         ({"load_config": SimpleNamespace(load_format="dummy")}, "load_format='dummy'"),
         ({"model_config": SimpleNamespace(hf_overrides=lambda one: one)}, "hf_overrides"),
+        (poolers("pooling", is_prefix_caching_supported=False), "hidden states of all tokens"),
         (latents("cpu", enable_prefix_caching=False), "keeps latents"),
     ],
 )
@@ -412,8 +476,25 @@ def test_settings_that_would_give_wrong_hits_are_refused(more, says):
     refuse_unserved(engine_config(speculative_config=SimpleNamespace(method="ngram")))
     refuse_unserved(engine_config(**latents("cuda", enable_prefix_caching=False)))
     refuse_unserved(engine_config(**latents("cpu", enable_prefix_caching=True)))
+    refuse_unserved(engine_config(**poolers("pooling", is_prefix_caching_supported=True)))
+    refuse_unserved(engine_config(**poolers("generate", is_prefix_caching_supported=False)))
     with pytest.raises(ConfigurationError, match=says):
         refuse_unserved(engine_config(**more))
+
+
+def test_code_of_a_plug_in_is_in_the_namespace(monkeypatch):
+    def variant(**entry: object) -> dict[str, str]:
+        registry = SimpleNamespace(models={"LlamaForCausalLM": SimpleNamespace(**entry)})
+        module = SimpleNamespace(ModelRegistry=registry)
+        monkeypatch.setitem(sys.modules, "vllm.model_executor.models.registry", module)
+        return variant_of(model_config(architecture="LlamaForCausalLM"))
+
+    own = "vllm.model_executor.models.llama"
+    assert variant(module_name=own, class_name="LlamaForCausalLM") == {}
+    assert variant(module_name="plugged.llama", class_name="Llama") == {
+        "code": "plugged.llama.Llama"
+    }
+    assert variant(model_cls=torch.nn.Linear) == {"code": "torch.nn.modules.linear.Linear"}
 
 
 @pytest.mark.parametrize("several", [{"world_size": 2}, {"distributed_executor_backend": "mp"}])
@@ -434,6 +515,10 @@ def read_elsewhere(theta: float) -> SimpleNamespace:
     return model_config(hf_config_path="/elsewhere", hf_config=found)
 
 
+def adapters(**settings: object) -> SimpleNamespace:
+    return engine_config(lora_config=SimpleNamespace(**settings))
+
+
 def pictures(**settings: object) -> SimpleNamespace:
     return model_config(multimodal_config=SimpleNamespace(**settings))
 
@@ -448,9 +533,20 @@ def pictures(**settings: object) -> SimpleNamespace:
                 ("quantization", "fp8", "int8"),
                 ("quantization_config", {"ignore": ["a"]}, {"ignore": ["b"]}),
                 ("model_class_overrides", {"Llama": "a.B"}, {"Llama": "a.C"}),
+                ("code_revision", "one", "other"),
             )
         ),
         ("hf_config_path", read_elsewhere(5.0), read_elsewhere(6.0)),
+        (
+            "adapters",
+            adapters(target_modules=["q_proj"]),
+            adapters(target_modules=["q_proj", "o_proj"]),
+        ),
+        (
+            "adapters",
+            adapters(enable_tower_connector_lora=True),
+            adapters(lora_dtype=torch.bfloat16),
+        ),
         ("video_pruning_rate", pictures(video_pruning_rate=0.5), pictures(video_pruning_rate=0.7)),
         (
             "mm_processor_kwargs",
@@ -465,7 +561,13 @@ def test_settings_that_change_kv_are_in_the_namespace(name, one, other):
 
 
 @pytest.mark.parametrize(
-    "plain", [engine_config(), pictures(mm_processor_kwargs={}), pictures(mm_processor_kwargs=None)]
+    "plain",
+    [
+        engine_config(),
+        pictures(mm_processor_kwargs={}),
+        pictures(mm_processor_kwargs=None),
+        adapters(target_modules=None, enable_tower_connector_lora=False, lora_dtype=torch.float32),
+    ],
 )
 def test_settings_that_change_nothing_are_not(plain):
     assert variant_of(plain) == {}

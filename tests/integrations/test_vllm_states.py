@@ -21,13 +21,8 @@ from kvconnect.engine.checkpoint.random_model import make_model
 from kvconnect.errors import ConfigurationError
 from kvconnect.integrations.core.offload import EngineScheduler
 from kvconnect.integrations.vllm.caches import group_planes
-from kvconnect.integrations.vllm.identity import (
-    draft_variant,
-    refuse_drafts,
-    refuse_states,
-    refuse_unserved,
-    variant_of,
-)
+from kvconnect.integrations.vllm.drafts import draft_variant, refuse_drafts
+from kvconnect.integrations.vllm.identity import refuse_states, refuse_unserved, variant_of
 from kvconnect.integrations.vllm.layouts import cache_groups, group_order, total_heads
 from kvconnect.integrations.vllm.requests import Tracked
 from kvconnect.integrations.vllm.steps import GroupOrder, StepReader

@@ -94,6 +94,26 @@ def test_two_who_watch_one_executor_are_both_told_in_any_order_of_their_end():
     assert (len(first), len(second), len(executor.calls)) == (1, 2, 3)
 
 
+def test_other_calls_are_reported_before_they_are_made():
+    executor, reported = Executor(), []
+
+    def loads(*given: object) -> None:
+        assert not executor.calls
+        reported.append(given)
+
+    others = {"add_lora": loads, "sleep": loads}
+    calls = WeightCalls(executor, pytest.fail, reports_unknown=True, others=others)
+    for how in ({"args": ("first",)}, {"timeout": None, "args": ("second",)}):
+        executor.collective_rpc("add_lora", **how)
+        executor.calls.clear()
+    executor.collective_rpc("add_lora", None, ("third",))
+    executor.calls.clear()
+    executor.collective_rpc("sleep", kwargs={"level": 1})
+    calls.close()
+    executor.collective_rpc("add_lora", args=("fourth",))
+    assert reported == [("first",), ("second",), ("third",), ()]
+
+
 # ---------------------------------------------------------------------- weights
 
 

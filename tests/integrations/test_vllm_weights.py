@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from vllm_stand_in import PROMPT, Model, Open, StandIn, T, poll, told
+from vllm_stand_in import PROMPT, Model, Open, Request, StandIn, T, poll, told
 
 from kvconnect.trace import metrics
 
@@ -255,6 +255,37 @@ def test_what_was_held_until_the_end_is_not_saved_behind_a_change(
     engine.flush()
     engine.check_empty()
     check(open_engine(url=shared), cached=0)
+
+
+def running_with_held_blocks(engine: StandIn) -> Request:
+    """Of a prompt that is looked up once only: again, and the preemption would be noticed then."""
+    request = engine.submit(PROMPT, wanted=len(PROMPT) + 2 * T)
+    assert poll(engine, request) == (0, False)
+    request.skip_reading_prefix_cache = True
+    engine.run(lambda: request.num_tokens > len(PROMPT) + T)
+    engine.reset()
+    return request
+
+
+def test_what_is_held_is_not_saved_once_the_device_has_forgotten_it(open_engine: Open, shared):
+    """By sleep(level=1): the workers learn of it in the step after the device woke up."""
+    engine = open_engine(url=shared, save_on="finish")
+    running_with_held_blocks(engine)
+    engine.scheduler.cache_discarded()
+    engine.run()
+    engine.flush()
+    engine.check_empty()
+    check(open_engine(url=shared), cached=0)
+
+
+def test_of_what_ends_after_a_reset_nothing_is_held(open_engine: Open):
+    engine = open_engine(save_on="finish")
+    request = running_with_held_blocks(engine)
+    assert len(engine.worker._worker._held) == 1
+    engine.abort(request)
+    engine.run()
+    assert len(engine.worker._worker._held) == 0
+    engine.check_empty()
 
 
 def test_weights_that_change_twice_before_they_have_a_name_have_none(

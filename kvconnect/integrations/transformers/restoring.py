@@ -35,12 +35,14 @@ class Restored:
         states: a snapshot for each group of states; see `cache_layers.new_snapshot`.
         branch: leading tokens of every row whose keys and values are stored, but not loaded if no
             state is stored there.
+        least: the fewest tokens, if not 0, that a caller may keep; windows lack those before.
     """
 
     num_tokens: int = 0
     layers: Mapping[int, LayerTensors] = field(default_factory=dict)
     states: tuple[Tensor, ...] = ()
     branch: int = 0
+    least: int = 0
 
 
 def restore(
@@ -95,7 +97,9 @@ def restore(
     if max(reached - row.offset for row in rows) <= 0:
         return nothing
     kept = {number: (k[:, :reached], v[:, :reached]) for number, (k, v) in layers.items()}
-    return Restored(reached, kept, states, branch)
+    windows = [one.window for one in layouts if one.kind != "state"]
+    is_whole = not any(blocks_needed(window, end, size).start for window in windows for end in ends)
+    return Restored(reached, kept, states, branch, 0 if is_whole else reached)
 
 
 def _loaded(

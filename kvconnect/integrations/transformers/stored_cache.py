@@ -68,6 +68,7 @@ class StoredCache(DynamicCache):
         self._num_marked = 0
         self._num_checked = 0  # tokens computed before the last good check
         self._num_saved = restored.num_tokens
+        self._least = restored.least
         self._disowned: Change | None = None
         self._prompt_end = max((row.offset + len(row.tokens) for row in rows), default=0)
         self._known = self._prompt_end  # tokens of a row, padding included, that rows know of
@@ -333,11 +334,15 @@ class StoredCache(DynamicCache):
         """Removes the last tokens, which assisted decoding rejected, as transformers does.
 
         Raises:
-            UsageError: recurrent states cannot go back. Nothing was removed.
+            UsageError: recurrent states, or loaded windows, cannot go back. Nothing was removed.
         """
         with self._lock:
             if not can_crop(self.layers):
                 self._refuse("taking tokens back from recurrent states")
+            left = tokens_to_remove + self.get_seq_length() * (tokens_to_remove <= 0)
+            if 0 < left < self._least:
+                self._refuse("taking back loaded tokens of a model with windows")
+            self._least = min(self._least, max(0, left))
             self._is_foreign()
             super().crop(tokens_to_remove)
             self._read_computed()
@@ -358,7 +363,7 @@ class StoredCache(DynamicCache):
         with self._lock:
             super().reset()  # type: ignore[no-untyped-call]
             self._followed = False
-            self._num_computed = self._num_marked = self._num_checked = 0
+            self._num_computed = self._num_marked = self._num_checked = self._least = 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Refuses: rows change places in beam search.

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Mapping
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from functools import partial
 from operator import is_
-from types import FunctionType, MethodType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvconnect.digest.doubts import Doubt
 
@@ -30,10 +35,18 @@ _HARMLESS = {
     *("label2id", "problem_type", "chunk_size_feed_forward", "is_encoder_decoder"),
     *("pad_token_id", "bos_token_id", "eos_token_id"),
 }
+# Dynamic RoPE counts its tokens here. A canary decides.
+_COUNTERS = ("max_seq_len_cached",)
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype)
 _KNOWN = ("torch.nn.modules.", "transformers.")
 # Code that leaves results as they are, or is a part of its library.
 _KNOWN_CALLABLES = ("torch.", "transformers.", "kvconnect.", "accelerate.", "builtins", "_operator")
+
+_CHOICES: Mapping[str, tuple[Mapping[str, object], ...]] = {
+    "_attn_implementation": (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS),
+    "_experts_implementation": (ALL_EXPERTS_FUNCTIONS,),
+}
+"""Settings that choose code by a name, and the tables of this code, in which users register own."""
 
 
 class Change(NamedTuple):
@@ -95,12 +108,12 @@ class Structure:
         ]
         self._hooked = self._hook_ids()
         self._configs = [(one, _copied(one)) for one in _configs(self._model)]
+        self._chosen = list(_chosen_code(one for one, _ in self._configs))
 
     def change(self) -> Change | None:
         """Returns the first change that is found, or ``None``; the configuration's first."""
-        for config, then in self._configs:
-            if vars(config) != then and (name := _changed_setting(vars(config), then)):
-                return Change(Doubt.SETTINGS_CHANGED, name)
+        if (setting := self._setting()) is not None:
+            return Change(Doubt.SETTINGS_CHANGED, setting)
         for found in self._modules:
             if type(found.module) is not found.kind:
                 return Change(Doubt.MODULES_CHANGED, f"the class of {found.path or 'the model'}")
@@ -115,6 +128,14 @@ class Structure:
         if self._hook_ids() != self._hooked:
             return Change(Doubt.MODULES_CHANGED, "a hook was added or removed")
         return None
+
+    def _setting(self) -> str | None:
+        """Returns the first setting that has changed, or ``None``."""
+        for config, then in self._configs:
+            if vars(config) != then and (name := _changed_setting(vars(config), then)):
+                return name
+        same = self._chosen == list(_chosen_code(one for one, _ in self._configs))
+        return None if same else "the implementation of attention or experts"
 
     def _hook_ids(self) -> list[int]:
         return [
@@ -146,7 +167,55 @@ def unnamed_code(model: PreTrainedModel) -> str:
     elsewhere may compute anything, and so may tensors of other kinds.
     """
     found = (_foreign(path or "the model", one) for path, one in model.named_modules())
-    return next(filter(None, found), "")
+    return next(filter(None, found), "") or _foreign_choice(model) or _foreign_functions(model)
+
+
+def _foreign_choice(model: nn.Module) -> str:
+    for chosen in _chosen_code(_configs(model)):
+        for code in chosen.code:
+            if code is not None and not f"{_owner(code)}.".startswith(_KNOWN_CALLABLES):
+                return f"the implementation {chosen.name!r} is {_owner(code)}"
+    return ""
+
+
+def _foreign_functions(model: nn.Module) -> str:
+    """Returns a function of transformers' files for the model that was replaced, or ""."""
+    names = {type(one).__module__ for one in model.modules()}
+    for name in sorted(one for one in names if one.startswith("transformers.models.")):
+        functions = vars(sys.modules[name])
+        for own in _functions_of(sys.modules[name]):
+            owner = _owner(functions[own]) if own in functions else name
+            if not f"{owner}.".startswith((*_KNOWN_CALLABLES, "kernels.")):
+                return f"{own} of {name} is {owner}"
+    return ""
+
+
+def _functions_of(module: ModuleType) -> list[str]:
+    """Returns the names of the functions in a module's file; none where its source is missing."""
+    try:
+        return re.findall(r"^def (\w+)", inspect.getsource(module), re.MULTILINE)
+    except OSError:
+        return []
+
+
+class _Chosen(NamedTuple):
+    """The code that a configuration chooses by a name.
+
+    Attributes:
+        name: the name of an implementation of attention or experts.
+        code: the functions of this name; ``None``: the module has its own.
+    """
+
+    name: str
+    code: tuple[object, ...]
+
+
+def _chosen_code(configs: Iterable[Any]) -> Iterator[_Chosen]:
+    for config in configs:
+        for setting, tables in _CHOICES.items():
+            name = getattr(config, setting, None)
+            if isinstance(name, str):
+                yield _Chosen(name, tuple(table.get(name) for table in tables))
 
 
 def _foreign(where: str, module: nn.Module) -> str:
@@ -204,12 +273,19 @@ def _changed_attribute(found: _Module) -> Change | None:
             continue
         if name == "training":
             return Change(Doubt.TRAINING, "" if value else "its mode was switched")
+        where = f"{found.path}.{name}".lstrip(".")
+        if name == "config":
+            return Change(Doubt.SETTINGS_CHANGED, f"{where} was replaced")
         if name.startswith("_") or name in _LEFT_OUT:
             continue
-        same = _is_plain(value) and _is_plain(before) and value == before
-        # Some models keep tensors of the last prompt here, which no key names.
-        if not same and not isinstance(value, Tensor):
-            return Change(Doubt.MODULES_CHANGED, f"{found.path}.{name}".lstrip("."))
+        if not (_is_plain(value) and _is_plain(before)):
+            # Some models keep tensors of the last prompt here, which no key names.
+            if not isinstance(value, Tensor):
+                return Change(Doubt.MODULES_CHANGED, where)
+        elif value != before:
+            # It may be of no effect on the canary's few tokens, as a window is.
+            counts = name.endswith(_COUNTERS)
+            return Change(Doubt.MODULES_CHANGED if counts else Doubt.SETTINGS_CHANGED, where)
     return None
 
 

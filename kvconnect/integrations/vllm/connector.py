@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -25,9 +26,9 @@ from kvconnect.integrations.core.settings import EngineSettings
 from kvconnect.integrations.vllm.caches import base_is_apart, cpu_packing, group_planes
 from kvconnect.integrations.vllm.callers import executor_of_caller, model_of_caller
 from kvconnect.integrations.vllm.configured import lookup_times, settings_of
+from kvconnect.integrations.vllm.drafts import draft_variant
 from kvconnect.integrations.vllm.exports import KvConnectPromMetrics, KvConnectStats
 from kvconnect.integrations.vllm.identity import (
-    draft_variant,
     model_directory,
     model_identity,
     refuse_apart,
@@ -111,7 +112,14 @@ class KvConnect(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM 
                 )
                 self._scheduler = half = SchedulerHalf(self._args, extra_key, roles, choice, order)
                 if (executor := executor_of_caller()) is not None:
-                    calls = WeightCalls(executor, half.weights_changed, reports_unknown=False)
+                    others: dict[str, Callable[..., object]] = {
+                        "add_lora": half.adapter_loads,
+                        "sleep": half.cache_discarded,
+                        "discard": half.cache_discarded,
+                    }
+                    calls = WeightCalls(
+                        executor, half.weights_changed, reports_unknown=False, others=others
+                    )
                     undo.callback(calls.close)
             else:
                 self._worker = WorkerHalf(self._args)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -15,6 +16,7 @@ from kvconnect.config import KvCacheConnectorConfig
 from kvconnect.errors import ConfigurationError
 from kvconnect.integrations.core.configuration import original_length, refuse, refuse_elsewhere
 from kvconnect.integrations.core.models import digest_of_model, directory_of
+from kvconnect.integrations.vllm.drafts import refuse_drafts
 from kvconnect.layout import KvCacheLayout
 
 # Ways to load the safetensors files of the model's directory, or others of it; the rest of vLLM's
@@ -27,10 +29,15 @@ _OTHER_FILES = ("pt", "npcache", "mistral", "sharded_state", "runai_streamer_sha
 
 # Fields of ``model_config`` and its ``multimodal_config``, except those covered by vLLM's hashes of
 # pictures, and those that change only the last bits.
-_SETTINGS = ("quantization", "quantization_config", "model_class_overrides")
+_SETTINGS = (*("quantization", "quantization_config", "model_class_overrides", "code_revision"),)
 _PICTURES = (
     *("mm_processor_kwargs", "video_pruning_rate", "video_pruning_method"),
     *("mm_encoder_attn_dtype", "mm_encoder_fp8_scale_path"),
+)
+# Fields of ``lora_config`` that change what an adapter computes.
+_ADAPTERS = (
+    *("target_modules", "enable_tower_connector_lora"),
+    *("enable_mixed_moe_lora_format", "enable_moe_shared_loras"),
 )
 _VOLATILE = ("transformers_version", "_name_or_path")
 
@@ -75,6 +82,7 @@ def refuse_unserved(vllm_config: Any, *, is_named: bool = False) -> None:
         }
     )
     _refuse_latents_on_cpu(vllm_config)
+    _refuse_poolers_of_all_tokens(vllm_config)
 
 
 def refuse_apart(url: str | None, parallel: Any) -> None:
@@ -207,8 +215,21 @@ def variant_of(
         found["hf_config_path"] = _as_text(model.hf_config.to_dict())
     elif not _is_of_config_json(vllm_config):
         found["config"] = _as_text(_settled(model.hf_config.to_dict()))
+    if adapters := _settings_of_adapters(vllm_config):
+        found["adapters"] = _as_text(adapters)
     if packing is not None:
         found["packing"] = packing
+    return found
+
+
+def _settings_of_adapters(vllm_config: Any) -> dict[str, str]:
+    """Returns the settings beside an adapter's files that change what it computes."""
+    if (lora := getattr(vllm_config, "lora_config", None)) is None:
+        return {}
+    found = {name: _as_text(value) for name in _ADAPTERS if (value := getattr(lora, name, None))}
+    dtype = getattr(lora, "lora_dtype", None)
+    if dtype not in (None, "auto", vllm_config.model_config.dtype):
+        found["lora_dtype"] = dtype_name(dtype)
     return found
 
 
@@ -253,11 +274,25 @@ def settings_of_model(vllm_config: Any) -> dict[str, str]:
     told = {name: getattr(model, name, None) for name in _SETTINGS}
     told |= {name: getattr(pictures, name, None) for name in _PICTURES}
     found = {name: _as_text(value) for name, value in told.items() if value}
+    if code := _foreign_code(model):
+        found["code"] = code
     if (load_format := str(vllm_config.load_config.load_format)) in _OTHER_FILES:
         found["load_format"] = load_format
     if _uses_long_factors(model):
         found["max_model_len"] = "long factors"
     return found
+
+
+def _foreign_code(model: Any) -> str | None:
+    """Returns the class that computes the model, if a plug-in gave it to vLLM; else ``None``."""
+    registry: Any = sys.modules.get("vllm.model_executor.models.registry")
+    if registry is None or getattr(model, "architecture", None) is None:
+        return None
+    entry = registry.ModelRegistry.models.get(model.architecture)
+    kind = getattr(entry, "model_cls", None)
+    module = getattr(kind, "__module__", getattr(entry, "module_name", "vllm"))
+    name = getattr(kind, "__qualname__", getattr(entry, "class_name", ""))
+    return None if f"{module}.".startswith("vllm.") else f"{module}.{name}"
 
 
 def _uses_long_factors(model: Any) -> bool:
@@ -288,6 +323,19 @@ def _refuse_latents_on_cpu(vllm_config: Any) -> None:
         )
 
 
+def _refuse_poolers_of_all_tokens(vllm_config: Any) -> None:
+    """Refuses models whose answer is made of the hidden states of all tokens.
+
+    A loaded token has none. vLLM switches its own prefix cache off for them.
+    """
+    model = vllm_config.model_config
+    if getattr(model, "runner_type", None) == "pooling" and not model.is_prefix_caching_supported:
+        raise ConfigurationError(
+            "pooler_config: pools the hidden states of all tokens, and a loaded token has none; "
+            "KvConnect serves pooling of the last token; remove kv_transfer_config"
+        )
+
+
 def dtype_name(dtype: object) -> str:
     """Returns the name of a torch dtype, such as ``bfloat16``."""
     return str(dtype).removeprefix("torch.")
@@ -308,56 +356,3 @@ def vllm_version() -> str:
         except PackageNotFoundError:
             continue
     return "?"
-
-
-_WITHOUT_KV = ("ngram", "ngram_gpu", "suffix", "[ngram]")
-_WITH_KV = ("eagle", "eagle3", "mtp", "draft_model")
-# Tokens that these accept are the model's own, whatever was drafted.
-_EXACT = ("standard", "block")
-
-
-def refuse_drafts(speculative: Any) -> None:
-    """Refuses ways to draft in which what is cached of a draft could change an answer.
-
-    A block holds the keys and values of draft layers, too. Those of its last token depend on the
-    token that follows, which is not in the block's key. So drafts may be worse than computed ones.
-
-    Args:
-        speculative: vLLM's ``SpeculativeConfig``, or ``None``.
-
-    Raises:
-        ConfigurationError: names the setting.
-    """
-    if speculative is None or speculative.method in _WITHOUT_KV:
-        return
-    if speculative.method not in _WITH_KV:
-        raise ConfigurationError(
-            f"speculative_config.method='{speculative.method}': what its draft model caches is not "
-            f"described; KvConnect serves {', '.join(_WITH_KV)}, ngram and suffix"
-        )
-    method = str(getattr(speculative, "rejection_sample_method", "standard"))
-    if method not in _EXACT:
-        raise ConfigurationError(
-            f"speculative_config.rejection_sample_method='{method}': accepts tokens that the model "
-            "would not give, so that cached drafts would change answers; KvConnect serves "
-            f"{' and '.join(_EXACT)}"
-        )
-
-
-def draft_variant(speculative: Any, *, since_ns: int | None) -> dict[str, str]:
-    """Returns what names the draft layers in keys; empty if there are none.
-
-    Args:
-        speculative: vLLM's ``SpeculativeConfig``, or ``None``.
-        since_ns: when vLLM may have begun to load the draft model; see `digest_of_model`.
-
-    Raises:
-        ConfigurationError: the directory of the draft model holds none.
-        ModelChanged: the directory has changed since.
-    """
-    if speculative is None or speculative.method in _WITHOUT_KV:
-        return {}
-    model = speculative.draft_model_config
-    directory = directory_of(model.model, revision=getattr(model, "revision", None), cache_dir=None)
-    digest = digest_of_model(directory, since_ns=since_ns)
-    return {"drafts": f"{speculative.method} {digest.hex()}"}

@@ -139,7 +139,9 @@ class RequestNames:
             Why it cannot be cached; ``None`` means that `make` decides.
         """
         request = tracked.request
-        lora = getattr(request, "lora_request", None)
+        if (lora := getattr(request, "lora_request", None)) is not None:
+            # Also if the request is not cached: its adapter may replace another.
+            tracked.adapter = self.adapter_loads(lora)
         if features := getattr(request, "mm_features", None):
             tracked.contents = self._features.start(features)
         if getattr(request, "resumable", False):
@@ -151,8 +153,18 @@ class RequestNames:
             return Doubt.CONTENT_UNKNOWN
         if lora is None:
             return None if self._base_is_apart else Doubt.ADAPTER_MIXED
-        tracked.adapter = self._adapters.find(lora.lora_int_id, lora.lora_path)
         return Doubt.ADAPTER_UNKNOWN if tracked.adapter is None else None
+
+    def adapter_loads(self, lora: Any) -> Future[str] | None:
+        """Records that vLLM loads an adapter now, unless it has one of this number.
+
+        Args:
+            lora: vLLM's ``LoRARequest``.
+
+        Returns:
+            The digest of the adapter's files; ``None``: its content is not known.
+        """
+        return self._adapters.find(lora.lora_int_id, lora.lora_path)
 
     def make(self, tracked: Tracked) -> LlmRequest | Doubt | None:
         """Returns the pair's request, why there is none, or ``None`` while digests are computed."""

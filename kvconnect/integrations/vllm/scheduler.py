@@ -205,12 +205,12 @@ class SchedulerHalf:
         starting, self._starting = self._starting, []
         if starting or not is_idle:
             self._weights.note_step()
+        preempted = self._preempted(output)  # a request may be resumed in the same step
         step = self._steps.read(output, self._tracked, starting)
         if step is None:
             offload = self._scheduler.build_idle_meta()
         else:
             offload = self._scheduler.build_connector_meta(step)
-        preempted = self._preempted(output)
         if offload is None and not (self._ending or self._cancelled or preempted or is_idle):
             return StepMeta(weights=self._weights.meta)
         names = self._ending
@@ -290,6 +290,7 @@ class SchedulerHalf:
         if tracked.preemptions != request.num_preemptions:
             self._scheduler.request_reset(llm)
             self._scheduler.request_aborted(llm)
+            self._dropped.append(llm.request_id)  # no step may have reported it
             return False, None
         tracked.grow()
         in_flight = getattr(request, "num_in_flight_tokens", 0)
@@ -304,6 +305,18 @@ class SchedulerHalf:
         return is_kept, {NUM_TOKENS: saved - saved % self._size}
 
     # ------------------------------------------------------------------ other weights
+
+    def cache_discarded(self, *_: object) -> None:
+        """Records that the device's cache loses its content, so that no held block is saved.
+
+        Workers learn only in the next step which requests have lost their blocks before.
+        """
+        known = [one.llm for one in self._tracked.values() if one.llm is not None]
+        self._dropped += [llm.request_id for llm in known]
+
+    def adapter_loads(self, lora: Any) -> None:
+        """Records that vLLM loads the adapter of the ``LoRARequest`` `lora` before any request."""
+        self._request_names.adapter_loads(lora)
 
     def weights_changed(self, how: str) -> None:
         """Records that the model's weights are others from the next step on.

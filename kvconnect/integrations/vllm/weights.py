@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -217,8 +218,14 @@ _HARMLESS = frozenset(
 _DISCARDS = 2  # the level of sleep that discards the weights
 
 
+def _given(arguments: Sequence[Any], named: Mapping[str, Any]) -> Sequence[Any]:
+    """Returns the positional arguments that ``collective_rpc`` passes on to the workers."""
+    found: Sequence[Any] = named.get("args") or (arguments[1] if len(arguments) > 1 else ())
+    return found
+
+
 class WeightCalls:
-    """Reports calls of an engine core to its workers that change the weights.
+    """Reports calls of an engine core to its workers that change the weights, and others.
 
     Replaces ``collective_rpc`` of one executor, which all such calls use, until `close`. Belongs to
     the core's thread.
@@ -228,24 +235,34 @@ class WeightCalls:
         changed: called with a sentence's beginning, such as "reload_weights() was called", before
             the workers are.
         reports_unknown: also report methods and functions that may or may not change the weights.
+        others: called before the workers' method of its name, with the same positional arguments.
     """
 
     def __init__(
-        self, executor: Any, changed: Callable[[str], None], *, reports_unknown: bool
+        self,
+        executor: Any,
+        changed: Callable[[str], None],
+        *,
+        reports_unknown: bool,
+        others: Mapping[str, Callable[..., object]] = MappingProxyType({}),
     ) -> None:
         self._executor = executor
         self._changed = changed
         self._reports_unknown = reports_unknown
+        self._others = others
         self._call = executor.collective_rpc
         executor.collective_rpc = self._watched
 
     def close(self) -> None:
         """Stops the reports. Idempotent."""
         self._changed = lambda _: None  # other wrappers may still call this one
+        self._others = {}
         if self._executor.__dict__.get("collective_rpc") == self._watched:
             self._executor.collective_rpc = self._call
 
     def _watched(self, method: Any, *arguments: Any, **named: Any) -> Any:
+        if isinstance(method, str) and method in self._others:
+            self._others[method](*_given(arguments, named))
         if method not in _HARMLESS:
             self._note(method, arguments, named)
         return self._call(method, *arguments, **named)
@@ -254,7 +271,7 @@ class WeightCalls:
         name = method if isinstance(method, str) else getattr(method, "__name__", "a function")
         if method == "sleep":
             given = named.get("kwargs") or (arguments[2] if len(arguments) > 2 else None) or {}
-            positional = named.get("args") or (arguments[1] if len(arguments) > 1 else ()) or (1,)
+            positional = _given(arguments, named) or (1,)
             changes = given.get("level", positional[0]) >= _DISCARDS
         else:
             changes = method in _CHANGING or self._reports_unknown

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vllm is not installed here: make test-engines")
 
-from vllm.config import KVTransferConfig
+from vllm.config import KVTransferConfig, PoolerConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.engine.arg_utils import EngineArgs
 from vllm_engine import SIZE, connector, engine, prompts_of
@@ -23,6 +23,13 @@ from kvconnect.integrations.vllm.identity import variant_of
 
 pytestmark = pytest.mark.engines
 
+MEAN = {
+    "runner": "pooling",
+    "convert": "embed",
+    "skip_tokenizer_init": False,
+    "pooler_config": PoolerConfig(seq_pooling_type="MEAN"),
+}
+
 
 @pytest.mark.parametrize(
     ("transfer", "options", "says"),
@@ -31,6 +38,7 @@ pytestmark = pytest.mark.engines
         (connector("memory:", namespace="shared"), {"hf_overrides": {"x": 1}}, "hf_overrides"),
         (connector("redis://127.0.0.1:1"), {}, "cannot be opened"),
         (connector("memory:"), {"kv_cache_dtype": "bfloat16"}, "kv_cache_dtype: bfloat16 for a"),
+        (connector("memory:"), MEAN, "hidden states of all tokens"),
     ],
     ids=lambda one: str(one)[:40],
 )

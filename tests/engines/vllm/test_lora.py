@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -112,3 +113,29 @@ def test_salts_of_one_adapter_are_apart(llama, adapters, store):
         made.forget_device()
         assert [one.cached for one in made.answer(PROMPTS, salt="one")] == NOTHING
     assert found == {"two": NOTHING, None: NOTHING, "one": WHOLE}
+
+
+def test_modules_that_an_engine_leaves_out_are_in_the_keys(llama, adapters, store):
+    lora = request(1, adapters[0])
+    with engine(llama, connector(store), **OPTIONS) as made:
+        wanted = made.tokens(PROMPTS, lora=lora)
+        made.flush()
+    with engine(llama, connector(store), lora_target_modules=["o_proj"], **OPTIONS) as made:
+        answers = made.answer(PROMPTS, lora=lora)
+    assert [one.cached for one in answers] == NOTHING
+    assert [one.tokens for one in answers] != wanted
+
+
+@pytest.mark.planted("adapter-weights-changed", "vllm", "refused")
+def test_an_adapter_that_changed_after_it_was_loaded_is_not_cached(
+    llama, adapters, store, tmp_path
+):
+    """`vllm serve` loads adapters before a request names them."""
+    directory = shutil.copytree(adapters[0], tmp_path / "adapter")
+    with engine(llama, connector(store), **OPTIONS) as made:
+        made.llm.llm_engine.add_lora(request(1, directory))
+        shutil.copy(adapters[1] / "adapter_model.safetensors", directory)
+        for lora in (*[request(1, directory)] * 2, request(2, adapters[1])):
+            assert [one.cached for one in made.answer(PROMPTS, lora=lora)] == NOTHING
+            made.flush()
+            made.forget_device()
