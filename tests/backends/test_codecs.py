@@ -23,6 +23,7 @@ from kvconnect.backends import open_backend
 from kvconnect.backends.guard import codecs, pieces
 from kvconnect.backends.guard import frames as framing
 from kvconnect.backends.guard.codecs import CodecFlag, Codecs
+from kvconnect.backends.guard.frames import ScratchPair
 from kvconnect.backends.url import StoreUrl, without_codec
 from kvconnect.errors import BadFrame, ConfigurationError, MissingExtra
 from kvconnect.kernels.quantized_payload import quantized_nbytes
@@ -684,3 +685,10 @@ def test_the_checksum_covers_what_the_codecs_need(kit):
     data[80] ^= 1
     with pytest.raises(BadFrame, match="checksum"):
         frame.check(data, kit.key(1), None)
+
+
+def test_a_piece_is_encoded_beside_the_one_that_is_being_stored():
+    pair = ScratchPair()
+    rooms = [pair.room(number, 5000) for number in range(3)]
+    assert rooms[0].data_ptr() == rooms[2].data_ptr()
+    assert abs(rooms[0].data_ptr() - rooms[1].data_ptr()) >= 5000

@@ -217,6 +217,54 @@ async def test_blocks_that_another_process_stores_meanwhile_count_as_stored_once
         assert db.execute("SELECT count(*) FROM free").fetchone() == (3,)
 
 
+async def test_block_whose_slot_may_be_used_again_while_it_is_read_is_not_loaded(
+    make_disk, kit, monkeypatch
+):
+    keys = kit.keys("read", count=3)
+    async with kit.opened(make_disk()) as store:
+        await store.save(kit.chain(keys))
+        writer = store._client.directory.writer
+        read = once(lambda: writer.delete(keys[1:2]), SegmentFiles.read)
+        monkeypatch.setattr(SegmentFiles, "read", read)
+        assert await store.load(keys, kit.buffers(3)) == 1
+
+
+async def test_slots_that_a_living_process_writes_to_are_not_taken(make_disk, kit):
+    store, released, droppable = make_disk(), [], []
+    async with kit.opened(make_disk()) as other:
+        writer = other._client.directory.writer
+
+        def look(point):
+            if point == "written":
+                with writer._transaction():
+                    slots = writer._slots
+                    released.append(slots.release_stopped())
+                    droppable.append((slots._coldest(), slots.empty_segments()))
+
+        store.at = look
+        async with kit.opened(store):
+            assert await store.save(kit.chain(kit.keys("written", count=3))) == 3
+    assert released == [0]
+    assert droppable == [(None, [])]  # nor is their file dropped
+
+
+async def test_blocks_whose_slots_another_process_took_are_not_stored(make_disk, kit):
+    """It may do so if their writer looked stopped."""
+    keys, store = kit.keys("taken", count=3), make_disk()
+    async with kit.opened(make_disk()) as other:
+        writer = other._client.directory.writer
+
+        def take(point):
+            if point == "written":
+                with writer._transaction():
+                    writer._db.execute("DELETE FROM reserved WHERE slot > 0")
+
+        store.at = take
+        async with kit.opened(store):
+            assert await store.save(kit.chain(keys)) == 1
+            assert await kit.stored(other, keys) == [True, False, False]
+
+
 # ---------------------------------------------------------------------- looking and beginning
 
 

@@ -23,13 +23,15 @@ from kvconnect.backends import open_backend
 from kvconnect.backends.nixl import node
 from kvconnect.backends.nixl.fetch import portions, reads_of
 from kvconnect.backends.nixl.find import NixlFinder
+from kvconnect.backends.nixl.publish import Publisher
 from kvconnect.backends.nixl.settings import NixlSettings
-from kvconnect.errors import ConfigurationError
+from kvconnect.errors import ConfigurationError, OutOfBlocks
 from kvconnect.testing import BlockMaker
 from kvconnect.testing.faults.clock import ShiftedClock
 from kvconnect.transfer import peers
 from kvconnect.transfer.control.endpoint import Timing
-from kvconnect.transfer.control.keyed import MAX_TOKENS, GrantKeys
+from kvconnect.transfer.control.keyed import MAX_TOKENS, ClaimKeys, GrantKeys
+from kvconnect.transfer.control.messages import Unknown
 
 PATIENT = "patience=60s&timeout=60s"
 
@@ -281,6 +283,34 @@ async def test_memory_is_bounded_and_what_a_peer_reads_is_not_dropped(kit, opene
 
     await eventually(released)
     assert await far.save(kit.chain(kit.keys("after", count=6))) == 6
+
+
+def test_of_few_blocks_it_is_remembered_where_they_are(kit, monkeypatch):
+    monkeypatch.setattr("kvconnect.backends.nixl.find._REMEMBERED", 3)
+    finder, keys = NixlFinder(None, None, 1.0), kit.keys("remembered", count=9)
+    finder._remember(keys, ["a link"] * 9)
+    assert list(finder._known) == keys[-3:]
+
+
+def test_blocks_that_are_not_granted_are_not_held(kit, monkeypatch):
+    held = [SimpleNamespace(units=[0, 1], nbytes=8) for _ in range(3)]
+    released, said = [], []
+    region = SimpleNamespace(tensor=torch.empty(64), unit=4)
+    blocks = SimpleNamespace(region=region, hold=lambda _: held, release=released.extend)
+    publisher = Publisher(blocks, 0, 10.0)
+    claim = ClaimKeys(seq=1, request="r", keys=tuple(kit.keys("claimed", count=3)))
+
+    def full(*_, **__):
+        raise OutOfBlocks("planted")
+
+    monkeypatch.setattr(publisher.server, "grant_keys", full)
+    publisher._grant(claim, "a reader", said.append)
+    assert released == held
+    assert [type(one) for one in said] == [Unknown]
+    released.clear()
+    monkeypatch.setattr("kvconnect.backends.nixl.publish._MAX_UNITS", 3)
+    assert publisher._hold(claim) == held[:1]
+    assert released == held[1:]
 
 
 async def test_instances_of_one_url_leave_themselves_out(kit, opened):

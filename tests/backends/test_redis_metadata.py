@@ -46,6 +46,29 @@ async def test_describe_tells_all_that_was_saved(kit, url, nbytes, tokens, opene
         assert before - 2 <= entry.used_at <= time.time() + 1
 
 
+@pytest.mark.parametrize(("ttl", "own_s"), [("1h", 60), ("60s", 3600)])
+@pytest.mark.parametrize("nbytes", [100, PARTED])
+async def test_the_shorter_of_two_times_counts(
+    kit, url, redis_server, prefix, opened, ttl, own_s, nbytes
+):
+    key = kit.key("short", ttl, nbytes)
+    async with opened(f"{url}&ttl={ttl}") as store:
+        block = kit.block(key, nbytes=nbytes)
+        await store.save([replace(block, expires_at=time.time() + own_s)])
+    assert 50 < redis_server.admin.ttl(f"{prefix}b:{key.hex()}") <= 60
+
+
+async def test_parts_of_a_block_that_does_not_expire_do_not_expire(
+    kit, url, redis_server, prefix, opened
+):
+    key = kit.key("kept")
+    async with opened(url) as store:
+        await store.save([kit.block(key, nbytes=PARTED)])
+    names = list(redis_server.admin.scan_iter(f"{prefix}*{key.hex()}*"))
+    assert len(names) > 1
+    assert {redis_server.admin.ttl(name) for name in names} == {-1}
+
+
 async def test_describe_knows_nothing_of_junk(kit, url, redis_server, prefix, opened):
     keys = kit.keys("junk", count=3)
     async with opened(url) as store:

@@ -47,6 +47,13 @@ async def held(node, event, kind="fetch"):
     return running
 
 
+def test_work_that_was_abandoned_before_it_had_a_connection_gets_none():
+    hold = redis_client._Hold()
+    hold.abort()
+    with pytest.raises(BackendUnavailable, match="was abandoned"):
+        hold.attach(None)
+
+
 async def test_close_that_is_given_up_has_closed_what_is_idle(own_redis, node_of):
     node, go_on = node_of(own_redis), threading.Event()
     running = await held(node, go_on)

@@ -298,6 +298,44 @@ async def test_a_block_deleted_while_its_write_is_given_up_goes_once_that_ends(k
         await until(lambda: key not in two.blocks)
 
 
+async def test_copies_whose_write_was_given_up_are_taken_again_and_fit_once_it_ends(kit):
+    one, two = DictTier(), DictTier()
+    key, other = kit.keys("given up, again", count=2)
+    async with tiered(
+        one,
+        two,
+        write=("through", "behind"),
+        deadline_s=0.05,
+        queue_nbytes=kit.frame_nbytes,  # of one copy
+    ) as store:
+        two.hang.add("save")
+        await store.save([kit.block(key)])
+        await until(lambda: two.calls["save"])
+        await until(lambda: not store.tiers[1].prompt)  # the write was given up
+        await until(lambda: store.tiers[1].prompt)
+        backlog = store.tiers[1].backlog
+        assert await backlog.add([kit.block(other)]) == 0  # its memory is still read
+        two.recover()
+        await until(lambda: key in two.blocks)
+        await until(lambda: backlog._buffers._free)
+        two.blocks.clear()
+        for one_more in (other, key):
+            assert await backlog.add([kit.block(one_more)]) == 1
+            await until(lambda one_more=one_more: one_more in two.blocks)
+            await until(lambda: not len(backlog))
+        assert not backlog._known
+
+
+async def test_deletes_that_are_owed_are_bounded(kit, monkeypatch):
+    monkeypatch.setattr(tiered_tier, "_MAX_OWED", 4)
+    one, two = DictTier(), DictTier()
+    async with tiered(one, two) as store:
+        two.down = True
+        for key in kit.keys("owed", count=10):
+            await store.delete([key])
+        assert len(store.tiers[1]._owed) == 4
+
+
 async def test_copies_that_no_memory_is_left_for_are_dropped(kit):
     one, two = DictTier(), DictTier()
     vast = replace(kit.block(kit.key("vast")), data=torch.zeros(1).byte().expand(1 << 60))

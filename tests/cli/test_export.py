@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -160,6 +161,47 @@ def test_a_file_of_another_key_or_model_is_refused(kvconnect, source, target, fi
     assert (code, "was made without a key" in err) == (2, True)
     code, _, err = kvconnect("import", target, tmp_path / "key")
     assert (code, "is no file of 'kvconnect export'" in err) == (1, True)
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_a_length_that_cannot_be_takes_no_memory(file, monkeypatch, *, is_stream):
+    """A stream has no length of its own: a frame of it is refused above a limit."""
+    written = io.BytesIO()
+    archive.ArchiveStream(written, b"")
+    nbytes = archive._LONGEST_FRAME + is_stream
+    written.write(archive._RECORD.pack(archive._BLOCK, 0, nbytes) + bytes(100))
+    file.write_bytes(written.getvalue())
+    monkeypatch.setattr(archive.torch, "empty", None)
+    stream = file.open("rb") if is_stream else None
+    said = "is damaged" if is_stream else "ends too early"
+    with archive.ArchiveReader(file, b"", stream) as reader, pytest.raises(BadFrame, match=said):
+        next(reader.blocks())
+
+
+def test_an_import_has_few_blocks_in_memory_at_a_time(source, target, file, monkeypatch):
+    fill(source, chain("many", 10))
+    PromptStore(source).export(file, everything=True)
+    sizes, plain = [], import_.save_missing
+
+    async def counted(store, batch, done):
+        sizes.append(len(batch))
+        await plain(store, batch, done)
+
+    monkeypatch.setattr(import_, "save_missing", counted)
+    PromptStore(target).import_(file)
+    assert sizes == [3, 3, 3, 1]
+
+
+def test_a_file_with_a_bad_block_is_refused(target, file):
+    blocks = prompt_chain(PROMPT)
+    blocks[2].data[200] ^= 1
+    with file.open("wb") as written:
+        stream = archive.ArchiveStream(written, b"")
+        for one in blocks:
+            stream.add(one)
+        stream.end()
+    with pytest.raises(BadFrame, match="has a bad block: checksum mismatch"):
+        PromptStore(target).import_(file)
 
 
 def test_a_file_that_changes_after_the_check_is_refused_at_the_change(

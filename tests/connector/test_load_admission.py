@@ -85,6 +85,16 @@ def test_an_id_may_be_returned_whose_offer_was_dropped(script: Script) -> None:
         assert second.tokens.view[-3:].tolist() == reference(bench_prompt(1), 3)
 
 
+def test_one_that_ends_before_its_load_starts_takes_no_room(script: Script) -> None:
+    script.match = lambda *_: (5 * BENCH_T, True)
+    with BenchEngine(llm_args(recording.config()), kv=PlainKv(40)) as bench:
+        request = bench.submit(bench_prompt(1))
+        bench.schedule()
+        assert bench.manager._loads._num_loading() == 7
+        bench.abort(request)
+        assert bench.manager._loads._num_loading() == 0
+
+
 @pytest.mark.parametrize("offered", [0, 2, 5, 10**6])
 def test_what_is_taken_of_an_offer_is_told_before_the_blocks(script: Script, offered: int) -> None:
     told: list[int] = []
@@ -246,3 +256,26 @@ def test_states_are_matched_at_the_end_of_a_block_alone(offered: int, taken: int
     scheduler = SimpleNamespace(get_num_new_matched_tokens=lambda *_: (offered, False))
     assert admission.match(scheduler, record, 0).num_tokens == taken
     assert (record.match is None) == (taken == 0)
+
+
+def test_room_is_waited_for_no_longer_than_a_load_may_take() -> None:
+    def record(request_id: int) -> RequestRecord:
+        tokens, root = np.array(prompt(100, 1), np.int32), BlockKey(b"r" * 32)
+        return RequestRecord(LlmRequest(request_id, tokens, chain_root=root, tokens_per_block=T))
+
+    quarantine = SimpleNamespace(holds=lambda *_: False, full=False, num_blocks=0)
+    admission = LoadAdmission(
+        SimpleNamespace(get_max_resource_count=lambda: 8, overlaps_loads=False),
+        SimpleNamespace(quarantine=quarantine, loading_records=lambda: [record(1)]),
+        recording.config(),
+        errors=RequestErrors(),
+        tokens_per_block=T,
+        divisible=True,
+    )
+    scheduler = SimpleNamespace(get_num_new_matched_tokens=lambda *_: (64, True))
+    waiting = record(2)
+    assert admission.match(scheduler, waiting, 0).deferred
+    assert waiting.waits_until is not None
+    waiting.waits_until = 0.0
+    found = admission.match(scheduler, waiting, 0)
+    assert (found.deferred, found.num_tokens) == (False, 0)

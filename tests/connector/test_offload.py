@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from bench_engine import DIGEST, LAYOUT, BenchEngine, PlainKv, T, llm_args, reference, sound_blocks
@@ -89,6 +91,27 @@ def test_a_load_that_is_not_worth_it_is_not_made(store: DictStore) -> None:
     run(store)
     assert run(store, min_load_tokens=len(PROMPT) - 1)[1] == len(PROMPT) - 1
     assert run(store, min_load_tokens=len(PROMPT)) == (ANSWER, 0)
+
+
+def test_what_a_preempted_request_has_published_is_revoked() -> None:
+    with BenchEngine(llm_args(DictStore())) as bench:
+        worker, revoked = bench.manager._worker, []
+        worker._publisher = SimpleNamespace(revoke=revoked.append)
+        worker.request_reset(7, 0)
+        worker._publisher = None
+        assert revoked == [7]
+
+
+def test_what_is_held_of_a_preempted_request_is_saved_before_its_blocks_are_reused(
+    store: DictStore,
+) -> None:
+    with BenchEngine(llm_args(store, save_on="finish")) as bench:
+        request = bench.submit(PROMPT, 5)
+        bench.step()
+        assert len(bench.manager._worker._held) == 1
+        bench.preempt(request)
+        assert len(bench.manager._worker._held) == 0
+        bench.run()
 
 
 def test_save_on_finish_saves_nothing_before_the_end(store: DictStore) -> None:

@@ -6,13 +6,16 @@ import asyncio
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 from bench_engine import LAYOUT, BenchEngine, PlainKv, T, llm_args, reference
 from stores import DictStore
+from waiting import until
 
 from kvconnect import frame
-from kvconnect.connector.io.orders import BlockLoad, LoadBlocks
+from kvconnect.connector.data import Direction
+from kvconnect.connector.io.orders import BlockLoad, LoadBlocks, SaveOrder
 from kvconnect.errors import BackendUnavailable, ConfigurationError
 from kvconnect.keys import BlockKey
 from kvconnect.trace import metrics
@@ -312,6 +315,20 @@ def test_a_store_that_never_saves_does_not_keep_blocks_for_ever() -> None:
         store.open_doors()
 
 
+def test_slots_of_a_save_past_its_deadline_stay_taken_until_it_ends() -> None:
+    """Its store still reads them."""
+    store = DictStore()
+    store.at_save.shut()
+    with BenchEngine(llm_args(store, **HASTY)) as bench:
+        bench.submit(PROMPT, 1)
+        bench.run()
+        staging = bench.manager._worker._access.staging
+        assert bench.manager._worker._saves.flush(60)
+        assert staging.num_free < staging.num_slots
+        store.open_doors()
+        until(lambda: staging.num_free == staging.num_slots)
+
+
 def test_with_wait_nothing_is_dropped() -> None:
     store = DictStore()
     store.at_save.shut()
@@ -328,6 +345,33 @@ def test_with_wait_nothing_is_dropped() -> None:
         opener.join()
     assert counter("connector.save.dropped.blocks") == dropped
     assert len(store.frames) == 11
+
+
+FINISH = {"on_backlog": "wait", "save_on": "finish", "staging_bytes": 2 * SLOT}
+"""The blocks of ended requests find no room in the staging memory."""
+
+
+def test_with_wait_an_ended_request_waits_for_room_though_lookups_are_late() -> None:
+    store = DictStore()
+    with BenchEngine(llm_args(store, **FINISH)) as bench:
+        bench.submit(PROMPT, 3)
+        bench.step()
+        bench.manager._scheduler._finding.budget.suspended = True
+        bench.run()
+    assert len(store.frames) == 11
+
+
+def test_with_wait_ended_requests_wait_behind_each_other() -> None:
+    store = DictStore()
+    store.at_save.shut()
+    with BenchEngine(llm_args(store, **FINISH)) as bench:
+        bench.submit(PROMPT, 1)
+        bench.submit([0, *PROMPT], 3)
+        for _ in range(6):
+            bench.step()
+        store.at_save.open()
+        bench.run()
+    assert len(store.frames) == 11 + 12
 
 
 def test_all_requests_of_a_step_wait_for_room_together() -> None:
@@ -360,6 +404,53 @@ def test_shutdown_writes_what_is_staged() -> None:
     closing.join(60)
     assert not closing.is_alive()
     assert len(store.frames) == 11
+
+
+def test_held_blocks_of_a_request_that_is_not_saved_are_forgotten() -> None:
+    store = DictStore()
+    store.at_save.shut()
+    with BenchEngine(llm_args(store, **FINISH | {"on_backlog": "drop"})) as bench:
+        bench.submit(PROMPT, 1)
+        bench.submit([0, *PROMPT], 3)
+        for _ in range(6):
+            bench.step()
+        num_held = len(bench.manager._worker._held)
+        store.at_save.open()
+        bench.run()
+    assert (num_held, len(store.frames)) == (0, 11)
+
+
+def test_blocks_stay_until_the_store_and_the_reader_have_them() -> None:
+    with BenchEngine(llm_args(DictStore())) as bench:
+        worker = bench.manager._worker
+        worker._saved.append(7)
+        worker._shared.add(7)
+        assert worker.get_finished([], []) == ([], [])
+        slots = worker._access.staging.take(Direction.SAVE, 1 << 20)
+        worker._leaving[7] = SaveOrder(7, ("a block",)), float("inf")
+        worker._publisher = SimpleNamespace(take_ended=lambda: [7])
+        assert worker.get_finished([], []) == ([], [])
+        worker._publisher = None
+        worker._leaving.clear()
+        worker._access.staging.give_back(Direction.SAVE, slots)
+
+
+def test_shutdown_writes_what_waits_behind_the_writes_in_flight() -> None:
+    store = DictStore()
+    store.at_save.shut()
+    bench = BenchEngine(llm_args(store), kv=PlainKv(100))
+    for first in range(5):
+        bench.submit([first, *PROMPT], 30)
+        bench.step()
+    closing = threading.Thread(target=bench.close)
+    closing.start()
+    store.at_save.await_caller()
+    store.at_save.open()
+    closing.join(60)
+    assert not closing.is_alive()
+    assert {block.tokens[0] for block in store.blocks if block.parent not in store.frames} == set(
+        range(5)
+    )
 
 
 def test_shutdown_writes_what_ended_requests_still_have_in_the_pool() -> None:

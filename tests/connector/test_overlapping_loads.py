@@ -22,7 +22,7 @@ from kvconnect.connector.io.orders import BlockLoad, LoadBlocks
 from kvconnect.connector.ranks.communicator import Report
 from kvconnect.connector.runtime.ledger import TransferLedger
 from kvconnect.connector.runtime.reporting import RequestRecord
-from kvconnect.connector.runtime.transfers import BlockFate, StepOutcome
+from kvconnect.connector.runtime.transfers import BlockFate, StepOutcome, Transfer
 from kvconnect.errors import ConnectorContractError
 from kvconnect.request import LlmRequest, RequestState
 from kvconnect.trace import metrics
@@ -755,3 +755,8 @@ def test_blocks_that_came_and_were_computed_all_the_same_are_not_missing(
         assert tokens(request) == ANSWER
         assert bench.store_tokens[request.request_id] == len(PROMPT) - 1 - 3 * T
     assert metrics.snapshot().get(name, 0) == before
+
+
+def test_a_head_counts_once_every_rank_has_it() -> None:
+    load = Transfer(1, Direction.LOAD, None, heads={0: 8, 1: 4})
+    assert (load.head(2), load.head(3)) == (4, 0)

@@ -99,6 +99,41 @@ def test_a_window_s_gaps_are_left_out():
     check(of, order.blocks)
 
 
+def test_blocks_that_a_window_may_have_freed_are_not_saved():
+    """Their ids stay as they were reported, and other requests may have the blocks."""
+    of = request(6)
+    saves = plan(of, windows=(2 * SIZE,))
+    order = saves.order(6, 5 * SIZE)
+    assert [block.number for block in order.blocks] == [3, 4, 5]
+
+
+def test_of_what_is_held_valid_blocks_alone_are_saved():
+    held = HeldSaves([KvCacheLayout(1, 1, 4, 4, SIZE, torch.float32)])
+    saves = plan(request(3))
+    saves.note_stored([0])
+    held.add(saves.order(3, 0))
+    order = held.take(7, 3 * SIZE - 1)
+    assert [block.number for block in order.blocks] == [0, 1]
+
+
+def test_held_blocks_whose_tokens_are_taken_back_are_forgotten():
+    scheduler = OffloadScheduler(llm_args(DictStore(), save_on="finish"))
+    try:
+        of = new_request(1, list(range(3 * T + 1)))
+        scheduler.on_new_request(of)
+        ids = [5, 6, 7, 8]
+        data = RequestData(1, of.get_tokens(0), ids, 0, 3 * T + 1, priorities=[PRIORITY] * 4)
+        scheduler._finding._prompts[1].lookup.exception(60)
+        scheduler.build_connector_meta(SchedulerOutput([data]))
+        assert scheduler._plans[1].num_held == 3
+        of.rewind(2 * T + 1)
+        scheduler.on_rewind(of, ids[:3])
+        assert scheduler.build_idle_meta().forgotten == (1,)
+        assert scheduler._plans[1].num_held == 0
+    finally:
+        scheduler.shutdown()
+
+
 def test_blocks_of_several_groups_go_by_number():
     of = request(3)
     saves = plan(of, windows=(None, None))

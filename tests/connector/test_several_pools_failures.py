@@ -21,7 +21,8 @@ from window_runs import GENERATE, PROMPT, is_sound, keys_of, run
 
 from kvconnect import frame
 from kvconnect.connector.io.lookup import blocks_needed
-from kvconnect.keys import store_key
+from kvconnect.connector.io.orders import BlockLoad, LoadBlocks
+from kvconnect.keys import BlockKey, store_key
 
 ANSWER = reference(PROMPT, FULL_AND_WINDOW, GENERATE)
 
@@ -108,3 +109,9 @@ def test_a_store_without_room_leaves_shorter_prompts_to_be_found() -> None:
     assert run(store, FULL_AND_WINDOW) == (ANSWER, 0)
     assert is_sound(store, PROMPT, FULL_AND_WINDOW)
     assert run(store, FULL_AND_WINDOW) == (ANSWER, 4 * T)
+
+
+def test_no_part_of_a_load_into_several_pools_is_valid() -> None:
+    blocks = tuple(BlockLoad(BlockKey(bytes(32)), number, number=number) for number in range(4))
+    order = LoadBlocks(1, T, 5 * T, blocks, divisible=False)
+    assert [order.num_valid(count, T) for count in range(5)] == [T, T, T, T, 5 * T]

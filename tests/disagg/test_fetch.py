@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from types import SimpleNamespace
 
+import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvconnect.connector.disagg.decode import DecodeBook
 from kvconnect.connector.disagg.fetch.pieces import FetchPlan, RemoteBlocks, cut_reads
 from kvconnect.connector.disagg.messages import FetchOrder
 from kvconnect.connector.io.lookup import blocks_needed
-from kvconnect.keys import Shard
+from kvconnect.keys import BlockKey, Shard
 from kvconnect.layout import KvCacheLayout
+from kvconnect.request import LlmRequest
 from kvconnect.shards import HeadSlice
 from kvconnect.transfer.control.messages import NOTHING_COMPUTED, Watermark
 
@@ -99,3 +104,40 @@ def test_watermarks_are_ordered_by_tokens_then_layers_then_what_was_before_then_
     ]
     assert all(one < two and not two < one for one, two in pairwise(marks))
     assert not marks[0] < marks[0]
+
+
+def test_a_window_is_read_once_its_last_token_is_computed():
+    """Before that the other side frees its first blocks, whatever it has told of them."""
+    order = FetchOrder(1, "name", "host:1", 0, 40, (0,), ([5, 6, 7],))
+    head = HeadSlice(Shard(), slice(0, 1), slice(0, 1))
+    plan = FetchPlan(order, (WINDOW,), (20,), {0: head})
+    remote = [RemoteBlocks(10, 0, (1, 2, 3), WINDOW)]
+    computed = Watermark(tokens=39, layers=LAYERS).after(NOTHING_COMPUTED)
+    assert plan.take(computed, remote) == []
+    assert plan.take(Watermark(tokens=40, layers=LAYERS).after(computed), remote)
+    assert plan.complete
+
+
+@pytest.mark.parametrize("how", ["drop", "failed", "close"])
+def test_claims_of_a_fetch_that_does_not_begin_are_dropped(how):
+    """Or the other side keeps the blocks for them, as long as they are renewed."""
+    dropped = []
+    node = SimpleNamespace(
+        layouts=(FULL,),
+        config=SimpleNamespace(role="decode"),
+        claim=lambda *_: [SimpleNamespace(drop=lambda: dropped.append(1), failed=False)],
+    )
+    book = DecodeBook(node, SimpleNamespace(model_digest=b"m" * 32, tokens_per_block=T))
+    request = LlmRequest(
+        1,
+        np.arange(41, dtype=np.int32),
+        chain_root=BlockKey(bytes(32)),
+        tokens_per_block=T,
+        kv_transfer_params={"transfer_id": "x", "address": "host:1"},
+    )
+    book.begin(request)
+    assert not dropped
+    getattr(book, how)(*(() if how == "close" else (request,)))
+    assert dropped == [1]
+    book.close()
+    assert dropped == [1]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from engines import T, until
@@ -227,3 +230,55 @@ def test_what_was_read_in_time_is_valid_before_the_other_side_is_told(links, in_
     part.release(Client())
     assert happened == (["told", "dropped"] if in_time else ["told"])
     assert (part.over, part.failed) == (in_time, None)
+    lease.refused(1, "expired")
+    part.advance()
+    assert part.failed == (None if in_time else "the lease was over before the last read was")
+
+
+def test_nothing_of_a_part_that_is_over_gets_into_a_block():
+    """The blocks may be those of another request by then."""
+    happened = []
+    landing = SimpleNamespace(copy=lambda *_: happened.append("copied"))
+    arrivals = SimpleNamespace(arrived=lambda _: happened.append("arrived"))
+    part = SimpleNamespace(over=True, arrivals=arrivals, numbers=lambda _: np.array([0]))
+    load = Load(ORDER, T, lambda *_: None)
+    load.place(part, None, landing, 0)
+    assert not happened
+    part.over = False
+    load.place(part, None, landing, 0)
+    assert happened == ["copied", "arrived"]
+
+
+def test_memory_of_a_read_that_failed_is_not_used_until_nothing_lands_there(fetcher, monkeypatch):
+    happened, freed = [], []
+    memory = SimpleNamespace(take=lambda: 3, into=lambda _, reads: reads, give_back=freed.append)
+    monkeypatch.setattr(fetcher, "_landing", memory)
+    monkeypatch.setattr(Load, "place", lambda *_: happened.append("placed"))
+    part = SimpleNamespace(
+        order=ORDER,
+        link=SimpleNamespace(address="host:1", handle=PeerHandle("host", "0" * 32, ())),
+        arrivals=SimpleNamespace(is_uncertain=False),
+        over=False,
+        failed=None,
+        nbytes=0,
+        writes_ended=False,
+        due=lambda: time.monotonic() + 60,
+        fail=happened.append,
+        pull_done=lambda *_: happened.append("done"),
+        pull_terminal=lambda _: None,
+        release=lambda _: None,
+    )
+    monkeypatch.setattr(Load, "note", lambda _: None)
+    fetcher._fetches[7] = Load(ORDER, T, lambda *_: None, [part])
+    pull = Pull(1)
+    fetcher._transport = SimpleNamespace(pull=lambda *_, **__: pull)
+    fetcher.pull(part, Reads(0, [0], 0, [0], 1))
+    pull.abandon()
+    until(lambda: happened)
+    fetcher._post(partial(happened.append, "next"))
+    until(lambda: "next" in happened)
+    assert (happened, freed) == (["done", "next"], [])
+    pull.terminal.set()
+    until(lambda: freed)
+    assert freed == [3]
+    del fetcher._fetches[7]

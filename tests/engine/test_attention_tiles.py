@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from kvconnect.engine.model import attention, scores
-from kvconnect.engine.model.attention import Chunk, DecodeGroup
+from kvconnect.engine.model.attention import Chunk, DecodeGroup, held_blocks
 from kvconnect.engine.model.pages import LayerPages, SlotNumbers
 from kvconnect.engine.model.scores import AttentionInput
+from kvconnect.errors import UsageError
 from kvconnect.layout import KvCacheLayout
 
 SIZE, HEADS, KV_HEADS, DIM = 4, 4, 2, 8
@@ -110,3 +112,15 @@ def test_single_tokens(how, window, value_dim):
     group = DecodeGroup(torch.arange(3), True, ends, [one.numpy() for one in tables], SIZE)
     found = group.attended(AttentionInput(*last, 1.0, window, **SCORES[how]), pages)
     torch.testing.assert_close(found, torch.cat(expected))
+
+
+@pytest.mark.parametrize("table", [[1, -1], [1]])
+def test_blocks_that_a_table_does_not_have_are_not_read(table):
+    assert held_blocks(np.array([1, 2]), 0, 2).tolist() == [1, 2]
+    with pytest.raises(UsageError, match="the cache manager does not hold them"):
+        held_blocks(np.array(table), 0, 2)
+
+
+def test_a_slot_is_written_by_one_token_of_a_step():
+    with pytest.raises(UsageError, match=r"slots \[7\] .* gave a block to several requests"):
+        SlotNumbers(np.array([3, 7, 7]), torch.device("cpu"))

@@ -6,6 +6,7 @@ import pytest
 
 from kvconnect import KvCacheRetentionConfig, SamplingParams, TokenRangeRetentionConfig
 from kvconnect.errors import ConfigurationError
+from kvconnect.keys import Namespace
 
 ONE = SamplingParams(max_tokens=1)
 PROMPT = list(range(40))
@@ -69,6 +70,17 @@ def test_all_completions_of_a_prompt_use_stores_alike(watched):
     params = SamplingParams(max_tokens=1, n=2, temperature=1.0)
     llm.generate([PROMPT], params, cache={"priority": 90})
     assert list(seen.values()) == [[90] * 3] * 2
+
+
+def test_all_completions_of_a_prompt_are_of_its_namespace(llama, open_llm):
+    params = SamplingParams(max_tokens=1, n=2, temperature=1.0)
+    namespace, cache = Namespace("a", 3, "x"), {"save": False, "load": False}
+    made = open_llm(llama)._make(PROMPT, params, namespace, None, None, cache, trace_headers=None)
+    first, second = (one.request for one in made)
+    for name in ("namespace", "cache", "retention", "kv_transfer_params"):
+        assert getattr(second, name) == getattr(first, name)
+    assert second.namespace == namespace
+    assert second.key_chain.root == first.key_chain.root
 
 
 def test_the_worth_is_said_once(llama, open_llm):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from event_subscriber import AllBlocksCleared, BlockRemoved, BlockStored, Subscriber
+from waiting import until
 
 from kvconnect.cache.block_manager import BlockManager
 from kvconnect.cache.pool.events import KvCacheEvent, Removed
@@ -254,6 +255,21 @@ def test_what_was_published_before_forget_is_not_replayed(published):
     assert (number, batch.events[0].token_ids) == (3, [9] * 4)
     publisher.close()
     publisher.forget()
+
+
+def test_what_comes_while_it_closes_is_published():
+    closing_at_call = []
+
+    def take():
+        closing_at_call.append(publisher._closing)
+        until(lambda: publisher._closing)
+        return []
+
+    publisher = EventPublisher(EventsConfig(endpoint=ANY))
+    publisher.start(take, (LAYOUT,))
+    publisher.close()
+    publisher._thread.join(60)
+    assert closing_at_call[-1:] == [True]
 
 
 def test_an_error_of_any_kind_is_shown_and_survived(published, monkeypatch):

@@ -203,6 +203,42 @@ def test_a_step_that_does_not_end_saves_nothing(open_engine: Open, monkeypatch, 
     assert other.answer(PROMPT).cached == 0
 
 
+def test_tokens_in_flight_at_an_abort_are_not_computed(open_engine: Open, monkeypatch):
+    """VLLM counts those of steps that have not ended; their blocks are not saved."""
+    engine = open_engine()
+    request = engine.submit(PROMPT, wanted=len(PROMPT) + 9)
+    engine.run(lambda: request.num_tokens == len(PROMPT) + 3)
+    request.num_in_flight_tokens = 2
+    computed = []
+    pair = engine.scheduler._scheduler
+    plain = pair.request_finished
+
+    def finished(llm, block_ids):
+        computed.append(llm.num_computed_tokens)
+        return plain(llm, block_ids)
+
+    monkeypatch.setattr(pair, "request_finished", finished)
+    counted = request.num_computed_tokens
+    engine.abort(request)
+    assert computed == [counted - 2]
+    engine.run()
+
+
+def test_tokens_of_a_load_that_failed_are_not_computed(open_engine: Open):
+    """Or their blocks would be saved as if they held them."""
+    engine = open_engine()
+    request = engine.submit(PROMPT, wanted=len(PROMPT) + 9)
+    engine.run(lambda: request.num_tokens == len(PROMPT) + 1)
+    tracked = engine.scheduler._tracked[request.request_id]
+    before = tracked.computed, tracked.num_full
+    report = WorkerReport(failed={tracked.llm.request_id: 2 * T})
+    output = SimpleNamespace(kv_connector_worker_meta=report, finished_recving=None)
+    engine.scheduler.update_connector_output(output)
+    assert (tracked.computed, tracked.num_full) == (2 * T, 0)
+    tracked.computed, tracked.num_full = before
+    engine.run()
+
+
 @pytest.mark.parametrize("preempted", [False, True])
 def test_an_abort_of_a_request_that_does_not_run(open_engine: Open, preempted):
     engine = open_engine()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 
 import pytest
@@ -15,6 +16,7 @@ from kvconnect.transfer import pull as pulls
 from kvconnect.transfer import quarantine as quarantine_module
 from kvconnect.transfer.pull import Deadlines
 from kvconnect.transfer.quarantine import Quarantine
+from kvconnect.transfer.tcp.tcp_pull import Share, TcpPull
 from kvconnect.transfer.transport import PeerHandle, Pull
 
 
@@ -206,3 +208,21 @@ def test_a_rebuild_without_a_thread_is_tried_with_the_next(monkeypatch):
     assert quarantine.accepts(OTHER)
     quarantine.hold(Pull(1), PEER, 2)
     assert rebuilt.wait(60)
+
+
+def test_shares_that_run_are_cut_and_waited_for_once_one_has_failed():
+    pull = TcpPull(2)
+    shares = [Share(pull, 0, None, 0, None, 0) for _ in range(3)]
+    pull.expect(shares)
+    (one, other), (two, end) = socket.socketpair(), socket.socketpair()
+    with one, other, two, end:
+        end.settimeout(10)
+        assert pull.begin(shares[0], one)
+        assert pull.begin(shares[1], two)
+        pull.end(shares[0], PullFailed("peer", "gone"))
+        assert end.recv(1) == b""
+        assert not pull.terminal.is_set()
+        assert not pull.begin(shares[2], one)
+        pull.end(shares[1])
+        assert pull.terminal.is_set()
+        assert isinstance(pull.done.exception(0), PullFailed)

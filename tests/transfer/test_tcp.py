@@ -24,8 +24,10 @@ from waiting import until
 
 from kvconnect.errors import ConfigurationError
 from kvconnect.transfer import acceptor
+from kvconnect.transfer.local import encode
 from kvconnect.transfer.secret import SharedSecret
 from kvconnect.transfer.tcp import TcpTransport, handshake, source, stream
+from kvconnect.transfer.tcp.peer import TcpLocal
 from kvconnect.transfer.tcp.stream import receive_exactly
 from kvconnect.transfer.transport import PeerUnreachable, Reads
 
@@ -234,6 +236,30 @@ def test_a_reader_that_does_not_know_the_secret_is_sent_nothing(transport_of):
     with contextlib.suppress(ConnectionError):
         send(connection, seals, request(0, [(0, 256)]))
     assert ended(connection)
+
+
+def test_a_source_that_says_nothing_is_given_up():
+    incarnation = "0" * 32
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        contextlib.closing(TcpTransport(connect_timeout_s=0.2)) as reader,
+    ):
+        host, port = silent.getsockname()
+        local = TcpLocal(identity="p", incarnation=incarnation, regions=(1,), host=host, port=port)
+        reader.open()
+        ended = threading.Event()
+
+        def connect() -> None:
+            with contextlib.suppress(PeerUnreachable):
+                reader.connect(encode(local))
+            ended.set()
+
+        threading.Thread(target=connect).start()
+        accepted, _ = silent.accept()
+        with accepted:
+            was_given_up = ended.wait(10)
+        assert ended.wait(10)
+        assert was_given_up
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [(SECRET, OTHER), (SECRET, None), (None, OTHER)])

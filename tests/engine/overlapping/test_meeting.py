@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from beside import ANY, GREEDY, PROMPT, T, loads, nothing, until, worker
 from late_store import LateStore
 from observed import slow, words
 
 from kvconnect import KvCacheConnectorConfig, SamplingParams
+from kvconnect.engine.loaded_tokens import join_head, note_computed
 from kvconnect.engine.sampling.drafts import NgramSpeculation
+from kvconnect.keys import BlockKey
 from kvconnect.layout import KvCacheLayout
 from kvconnect.request import LlmRequest, RequestState
 
@@ -247,3 +250,15 @@ def test_large_states_are_loaded_in_parts(late, monkeypatch):
         store.held = held
         late.beside.decide = late.beside.after(llm, met) if met else late.once_the_store_waits
         late.ask(reused=late.end - met if met else 0)
+
+
+@pytest.mark.parametrize(("computed", "joined"), [(20, 20), (32, 64)])
+def test_a_head_is_joined_at_the_end_of_a_block_alone(computed, joined):
+    """The rest of a block that is computed in part does not come."""
+    tokens, root = np.arange(100, dtype=np.int32), BlockKey(bytes(32))
+    request = LlmRequest(1, tokens, chain_root=root, tokens_per_block=16)
+    request.load_end = request.loaded_from = 96
+    note_computed(request, computed)
+    request.load_head = 64
+    join_head(request)
+    assert request.num_computed_tokens == joined

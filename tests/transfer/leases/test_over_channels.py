@@ -23,6 +23,7 @@ from kvconnect.transfer.control.messages import (
     Release,
     Unknown,
     Watermark,
+    WatermarkOf,
 )
 from kvconnect.transfer.control.peer import Peer
 from kvconnect.transfer.leases.held import Outcome
@@ -404,3 +405,19 @@ def test_a_peer_that_is_disconnected_wakes_who_waits_for_it():
     assert heard == ["P"]
     assert [one.failed for one in claims] == [True, False]
     assert claims[0].reason.endswith("it went")
+
+
+def test_progress_of_another_epoch_is_not_that_of_a_claim():
+    """Its blocks have other content: the request was computed anew."""
+    client = LeaseClient()
+    claimed = client.claim("p", "r")
+    seq, mark = next(iter(claimed.lease._sent)), Watermark(tokens=4, layers=1)
+    grant = Grant(
+        seq=seq, request="r", epoch=1, lease_s=60.0, tokens=9, blocks=((1,),), watermark=mark
+    )
+    client.handle(grant, "p")
+    more = Watermark(tokens=9, layers=1)
+    for epoch, blocks in ((2, ((1,),)), (1, ((1, 7),))):
+        message = WatermarkOf(request="r", epoch=epoch, watermark=more, first=(1,), blocks=((7,),))
+        client.handle(message, "p")
+        assert (claimed.blocks, claimed.mark == more) == (blocks, epoch == 1)

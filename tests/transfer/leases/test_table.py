@@ -246,6 +246,10 @@ def test_what_is_remembered_is_bounded(clock, monkeypatch):
         assert len(table.take_ended()) == 1
     assert len(table._past) <= 40
     assert not table._offers
+    for number in range(60):
+        table.abort(str(number), "D", offer(table, str(number), nbytes=1).epoch)
+        assert len(table.take_ended()) == 1
+    assert len(table._gone) <= 40
 
 
 def test_holders_are_bounded_of_a_lease_and_of_those_that_are_over(clock, monkeypatch):
