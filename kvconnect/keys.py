@@ -345,9 +345,9 @@ class KeyChain:
 
     # ---------------------------------------------------------------- on another thread
 
-    def snapshot(self) -> KeyChain:
-        """Returns a copy of the chain, which another thread may hash while this chain changes."""
-        taken = self._over(self._tokens.snapshot())
+    def snapshot(self, num_tokens: int | None = None) -> KeyChain:
+        """Returns a copy of the first tokens, or of all, for another thread to hash."""
+        taken = self._over(self._tokens.snapshot(num_tokens))
         taken.learn(self._digests)
         return taken
 

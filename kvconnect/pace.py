@@ -21,8 +21,8 @@ _SHORTEST_S = 1e-6
 _KEEP = 0.8
 """The weight of a step relative to the next one of its class."""
 _RIDGES = (1e-9, 1e-9, 1e-3)
-"""The ridge term of each feature. Time that cannot be attributed is divided evenly among a step and
-its tokens; none is attributed to their context, which would make a long prompt's far too long."""
+"""The ridge term of each feature: time that cannot be attributed is divided among a step and its
+tokens. None goes to their context, which would make a long prompt's far too long."""
 _TINY_S = 1e-9
 """A time shorter than the resolution of clocks."""
 _REACH = 4
@@ -175,6 +175,9 @@ class LoadPace:
     estimate, in proportion to the part that was loaded. A slower one is ignored, unless it is the
     third in a row: then the store counts as slow. The unit of an amount is the caller's (bytes,
     tokens, blocks), the same in every call.
+
+    Attributes:
+        num_loads: the loads with progress that were added.
     """
 
     def __init__(self) -> None:
@@ -182,7 +185,7 @@ class LoadPace:
         self._num_slow = 0
         self._silence_s = 0.0
         self._num_rejected = 0
-        self._num_loads = 0
+        self.num_loads = 0
         self._piece = 0.0
         self._gap_s = 0.0
 
@@ -198,11 +201,6 @@ class LoadPace:
     def num_rejected(self) -> int:
         """Returns the loads that `explores` has counted since the store's pace changed."""
         return self._num_rejected
-
-    @property
-    def num_loads(self) -> int:
-        """Returns the number of loads with progress that were added."""
-        return self._num_loads
 
     @property
     def piece(self) -> float:
@@ -232,7 +230,7 @@ class LoadPace:
             gap_s: the longest time between two reports of progress.
             total: the amount that was requested.
         """
-        self._num_loads += 1
+        self.num_loads += 1
         self._piece = min(piece, 1.25 * self._piece) if self._piece else piece
         (before, early), (amount, late) = first, last
         old = self._measured

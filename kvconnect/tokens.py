@@ -139,12 +139,12 @@ class TokenBuffer:
             raise ConfigurationError(f"num_tokens: {num_tokens} is outside 0..{self._length}")
         self._length = num_tokens
 
-    def snapshot(self) -> TokenBuffer:
-        """Returns a copy of the tokens, which another thread may read while these change."""
+    def snapshot(self, num_tokens: int | None = None) -> TokenBuffer:
+        """Returns a copy of the first tokens, or of all, for another thread to read."""
         if self._owned:
-            return TokenBuffer(self.view.copy())
+            return TokenBuffer(self.view[:num_tokens].copy())
         taken = TokenBuffer(self._array)
-        taken._length = self._length
+        taken._length = self._length if num_tokens is None else min(num_tokens, self._length)
         return taken
 
     def starts_as(self, other: TokenBuffer, num_tokens: int) -> bool:

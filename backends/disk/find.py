@@ -45,11 +45,15 @@ def microseconds() -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Located:
-    """A stored copy of a block: its `id` is deleted before its slot may be overwritten."""
+class Located(Location):
+    """The slot of a stored block: its row `id` is deleted before the slot may be overwritten.
+
+    Attributes:
+        id: the number of its row.
+        length: the bytes of the block.
+    """
 
     id: int
-    location: Location
     length: int
 
 
@@ -211,7 +215,7 @@ def _located(shown: str) -> tuple[bytes, Located]:
     key, *numbers = shown.split(" ")
     try:
         block, segment, slot, size, length = map(int, numbers)
-        return bytes.fromhex(key), Located(block, Location(segment, slot, size), length)
+        return bytes.fromhex(key), Located(segment, slot, size, id=block, length=length)
     except ValueError as error:
         raise IndexDamaged(f"{shown!r:.100} stands where numbers belong") from error
 

@@ -34,13 +34,11 @@ def load(
             break
     buffers = [buffer[: block.length] for block, buffer in zip(found, into, strict=False)]
     try:
-        directory.files.read([block.location for block in found], buffers, checksums[: len(found)])
+        directory.files.read(found, buffers, checksums[: len(found)])
     except SegmentLost as lost:
         if directory.writer is not None:
             directory.writer.drop_lost(lost.segment)
-        intact = next(
-            at for at, block in enumerate(found) if block.location.segment == lost.segment
-        )
+        intact = next(at for at, block in enumerate(found) if block.segment == lost.segment)
         return load(directory, keys[:intact], into[:intact], checksums[:intact])
     # A slot may have been reused while it was read. Its row is deleted first, so if the row still
     # exists, the slot was unchanged during the read.

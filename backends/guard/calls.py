@@ -22,6 +22,9 @@ from kvconnect.trace import Labels, count
 S = TypeVar("S")
 T = TypeVar("T")
 
+Wanted = Callable[[], bool]
+"""Returns whether a caller still waits for a call."""
+
 _DRAIN_POLL_S = 0.05
 # The calls that run at a time; further ones wait for their turn.
 _MOST_AT_A_TIME = 64
@@ -46,15 +49,6 @@ def mapped(name: str, operation: str) -> Iterator[None]:
         raise BackendUnavailable(f"{name}: {operation} failed: {text}") from as_cause(error)
 
 
-class Call:
-    """A call in flight; `abandoned` turns true at its deadline, when no caller waits any more."""
-
-    __slots__ = ("abandoned",)
-
-    def __init__(self) -> None:
-        self.abandoned = False
-
-
 class Calls:
     """The calls of one backend. All methods run on its event loop.
 
@@ -70,7 +64,7 @@ class Calls:
         name: the backend's name, for messages.
         deadline_s: seconds that a call may take, including the wait for its turn.
         probe: a cheap call to the store, whose success shows that it works again.
-        probe_load: a load, started with its `Call`, whose success shows that loads work again.
+        probe_load: a load, started as by `run`, whose success shows that loads work again.
 
     Attributes:
         closed: whether `drain` was called.
@@ -82,7 +76,7 @@ class Calls:
         deadline_s: float,
         *,
         probe: Callable[[], Coroutine[Any, Any, object]],
-        probe_load: Callable[[Call], Coroutine[Any, Any, object]],
+        probe_load: Callable[[Wanted], Coroutine[Any, Any, object]],
     ) -> None:
         self.name = name
         self.deadline_s = deadline_s
@@ -126,14 +120,15 @@ class Calls:
     async def run(
         self,
         operation: str,
-        start: Callable[[Call], Coroutine[Any, Any, T]],
+        start: Callable[[Wanted], Coroutine[Any, Any, T]],
         *,
         holds_buffers: bool = False,
         deadline_s: float | None = None,
         always: bool = False,
     ) -> T:
-        """Returns the result of ``start(call)``, within the deadline, or `deadline_s` if given.
+        """Returns the result of ``start(wanted)``, within the deadline, or `deadline_s` if given.
 
+        `wanted` returns false from the deadline on, when no caller waits any more.
         With `holds_buffers` the coroutine is never cancelled: at the deadline it is left running,
         and cancelling `run` takes effect only when it has ended or its deadline has come. With
         `always` the call ignores the breakers, as `open` and `close` do.
@@ -148,13 +143,11 @@ class Calls:
             deadline = loop.time() + seconds
             await self._take_turn(operation, deadline, seconds)
             try:
-                call = Call()
-                work = _contained(lambda: start(call))
+                work = _contained(lambda: start(lambda: task not in self._abandoned))
                 task = loop.create_task(work, name=f"kvconnect-{operation}")
                 self._running.add(task)
                 task.add_done_callback(self._ended)
                 if not await _wait(task, deadline, holds_buffers=holds_buffers):
-                    call.abandoned = True
                     raise self._abandon(operation, task, seconds, holds_buffers=holds_buffers)
             finally:
                 self._turns.release()

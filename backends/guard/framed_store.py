@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvconnect.backend import Backend, Capabilities, StoredBlock
-from kvconnect.backends.guard.calls import Call, counted, mapped, together
+from kvconnect.backends.guard.calls import Wanted, counted, mapped, together
 from kvconnect.backends.guard.frames import Framing
 from kvconnect.backends.guard.pieces import load_pieces, pieces
 from kvconnect.errors import BackendUnavailable, BadFrame, Recompute, RetryLater
@@ -49,7 +49,7 @@ class FramedStore:
         self,
         keys: Sequence[BlockKey],
         into: Sequence[Tensor],
-        call: Call,
+        wanted: Wanted,
         layout: KvCacheLayout | None = None,
     ) -> int:
         """Fills `into`; returns how many leading buffers are filled and sound.
@@ -75,20 +75,20 @@ class FramedStore:
                 await self._report({keys[got][index]: one for index, one in wrong.items()})
             return min(wrong, default=got.stop - got.start)
 
-        return await load_pieces(into, fill, check, wanted=lambda: not call.abandoned)
+        return await load_pieces(into, fill, check, wanted=wanted)
 
-    async def save(self, blocks: Sequence[StoredBlock], call: Call) -> int:
+    async def save(self, blocks: Sequence[StoredBlock], wanted: Wanted) -> int:
         """Seals and stores `blocks`; returns how many leading ones are stored."""
         if promised(self._inner).seals_saves and not self.framing.codecs:
-            return await self._save_unsealed(blocks, call)
+            return await self._save_unsealed(blocks, wanted)
         saved = 0
         seal = self.framing.seal
         async with self.framing.scratch() as scratch:
             # A call that starts after its deadline has no waiting caller.
-            parts = [] if call.abandoned else list(pieces([block.data for block in blocks]))
+            parts = list(pieces([block.data for block in blocks])) if wanted() else []
             sealed = await seal(blocks[parts[0]] if parts else (), scratch, 0)
             for number, part in enumerate(parts):
-                last = call.abandoned or number + 1 == len(parts)
+                last = not wanted() or number + 1 == len(parts)
                 if last:
                     stored = await self._store(sealed)
                 else:
@@ -101,14 +101,14 @@ class FramedStore:
                     break
         return saved
 
-    async def _save_unsealed(self, blocks: Sequence[StoredBlock], call: Call) -> int:
+    async def _save_unsealed(self, blocks: Sequence[StoredBlock], wanted: Wanted) -> int:
         saved = 0
         for part in pieces([block.data for block in blocks]):
             some = blocks[part]
             answer = await self._inner.save_sealed(some, self.framing.address(some))
             stored = counted(answer, len(some), self._name, "save")
             saved += stored
-            if stored < len(some) or call.abandoned:
+            if stored < len(some) or not wanted():
                 break
         return saved
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 
 from kvconnect.backend import StoredEntry
 from kvconnect.backends.guard.answers import is_entry
-from kvconnect.backends.guard.calls import Call, Calls, mapped
+from kvconnect.backends.guard.calls import Calls, Wanted, mapped
 from kvconnect.errors import BackendUnavailable, RetryLater
 
 # A call of its own for each entry costs more than the entry. A reader of a few entries does not
@@ -35,7 +35,7 @@ async def scanned(
     failure: RetryLater | None = None
     most = _FIRST_ENTRIES
 
-    async def step(_: Call) -> bool:
+    async def step(_: Wanted) -> bool:
         end = loop.time() + _STEP_S
         while (entry := await anext(listing, None)) is not None:
             if not is_entry(entry):

@@ -29,7 +29,7 @@ from kvconnect.backends.guard.answers import (
     wrong_in_numbers,
 )
 from kvconnect.backends.guard.breaker import BreakerState
-from kvconnect.backends.guard.calls import Call, Calls, counted, mapped, unopened
+from kvconnect.backends.guard.calls import Calls, Wanted, counted, mapped, unopened
 from kvconnect.backends.guard.codecs import Codecs
 from kvconnect.backends.guard.framed_store import FramedStore, load_counted
 from kvconnect.backends.guard.frames import Framing
@@ -227,10 +227,10 @@ class GuardedBackend(Backend):
             BackendUnavailable: all of `into` is undefined; the store does not write to it any more.
         """
 
-        def start(call: Call) -> Coroutine[Any, Any, int]:
+        def start(wanted: Wanted) -> Coroutine[Any, Any, int]:
             if self._framed is None:
                 return load_counted(self.inner, keys, into, checksums, self.name)
-            return self._framed.load(keys, into, call, layout)
+            return self._framed.load(keys, into, wanted, layout)
 
         self._opened()
         with self._trace("load", blocks=len(keys)) as span:
@@ -265,7 +265,7 @@ class GuardedBackend(Backend):
         self._opened()
         with self._trace("save", blocks=len(blocks)) as span:
             saved = await self._calls.run(
-                "save", lambda call: self._save(blocks, call), holds_buffers=True
+                "save", lambda wanted: self._save(blocks, wanted), holds_buffers=True
             )
             span.set(saved=saved, bytes=sum(block.data.numel() for block in blocks[:saved]))
         return saved
@@ -358,7 +358,7 @@ class GuardedBackend(Backend):
             BackendUnavailable: something is `wrong_in` the answer, which fails the call.
         """
 
-        async def asked(_: Call) -> T:
+        async def asked(_: Wanted) -> T:
             answer = await start()
             for wrong in wrong_in(answer):
                 raise BackendUnavailable(f"{self.name}: {operation} answered {brief(wrong)}")
@@ -370,7 +370,7 @@ class GuardedBackend(Backend):
     async def _probe(self) -> None:
         await self._lookup([BlockKey(os.urandom(KEY_NBYTES))])
 
-    async def _probe_load(self, _: Call) -> None:
+    async def _probe_load(self, _: Wanted) -> None:
         """Loads the first block of the last load that failed, into memory of its own."""
         if self._failed_load is None:
             await self._probe()
@@ -381,10 +381,10 @@ class GuardedBackend(Backend):
     async def _lookup(self, keys: Sequence[BlockKey]) -> int:
         return counted(await self.inner.lookup(keys), len(keys), self.name, "lookup")
 
-    async def _save(self, blocks: Sequence[StoredBlock], call: Call) -> int:
+    async def _save(self, blocks: Sequence[StoredBlock], wanted: Wanted) -> int:
         if self._framed is None:
             return counted(await self.inner.save(blocks), len(blocks), self.name, "save")
-        return await self._framed.save(blocks, call)
+        return await self._framed.save(blocks, wanted)
 
     def was_damaged(self, key: BlockKey) -> bool:
         """Returns whether `key` is one of the last blocks whose frame could not be used."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 
 import pytest
@@ -13,7 +14,7 @@ from stores import DictStore
 
 from kvconnect import frame
 from kvconnect.connector.io.budget import LookupBudget
-from kvconnect.connector.io.io_loop import IoLoop, Reply
+from kvconnect.connector.io.io_loop import IoLoop
 from kvconnect.trace import metrics
 
 PROMPT = list(range(1, 6 * T + 3))
@@ -94,11 +95,11 @@ def test_a_budget_suspended_just_as_the_last_question_is_answered_comes_back_aga
             loop.call_soon(lambda: answered.set() or goes_on.wait(60))
 
     budget = LookupBudget(0.01, Answering(), loop.submit)
-    budget.wait(Reply(loop.call_soon))
+    budget.wait(Future())
     assert answered.wait(60)
     assert not budget.suspended
     budget.start_step()
-    budget.wait(Reply(loop.call_soon))
+    budget.wait(Future())
     assert budget.suspended
     with told_of("connector.patience.found") as found:
         goes_on.set()

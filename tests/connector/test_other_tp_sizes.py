@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +16,9 @@ from waiting import until
 
 from kvconnect import frame
 from kvconnect.backend import Capabilities
-from kvconnect.connector.io.lookup import Query
+from kvconnect.connector.data import TransferFailure
+from kvconnect.connector.io.lookup import Lookup
+from kvconnect.explain.outcome import Outcome
 from kvconnect.keys import BlockKey, KeyChain, Namespace, Shard, root_key, store_key
 from kvconnect.layout import KvCacheLayout
 from kvconnect.shards import stored_heads
@@ -126,6 +127,28 @@ def test_a_damaged_block_ends_the_load_and_is_dropped(saved_by: int, loaded_by: 
     assert bad not in store.frames
 
 
+@pytest.mark.parametrize("saved_by", [1, 2])
+def test_a_block_that_is_gone_by_its_load_counts_as_evicted(saved_by: int) -> None:
+    store = shared_store(enumerable=False)
+    whole = (layout(4),)
+    run(store, whole, saved_by)
+    with on_store(store, whole, 1) as ranks:
+        store.at_load.shut()
+        ranks.begin(PROMPT, None, range(1, 7))
+        store.at_load.await_caller()
+        del store.frames[store_key(keys_of(whole)[3], 0, Shard(0, saved_by))]
+        store.open_doors()
+        failures: list[TransferFailure] = []
+
+        def failed() -> bool:
+            ranks.workers[0].get_finished([], [])
+            failures.extend(ranks.workers[0].get_failed())
+            return bool(failures)
+
+        until(failed)
+    assert [(one.num_valid_tokens, one.loss) for one in failures] == [(3 * T, Outcome.EVICTED)]
+
+
 def test_a_block_of_another_shape_is_a_damaged_one() -> None:
     """Also one that the store was opened for, sound and just as long."""
     store = shared_store(enumerable=False)
@@ -140,18 +163,24 @@ def test_a_block_of_another_shape_is_a_damaged_one() -> None:
     assert key not in store.frames
 
 
-def test_a_store_that_answers_too_late_keeps_what_it_writes_into() -> None:
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_a_store_that_answers_too_late_keeps_what_it_writes_into(tp_size: int) -> None:
     store = shared_store(enumerable=False)
     whole = (layout(4),)
     run(store, whole, 1)
-    with on_store(store, whole, 2, load_timeout_s=0.3, save_timeout_s=0.3) as ranks:
+    with on_store(store, whole, tp_size, load_timeout_s=0.3, save_timeout_s=0.3) as ranks:
         store.at_load.shut()
         assert ranks.run(PROMPT) == 0
+        held = []
         for worker in ranks.workers:
-            [arrivals] = worker._access.reader._arrivals.values()
-            assert arrivals.num_free == arrivals.num_slots - 5
+            access = worker._access
+            until(lambda: access.store.backend._calls.numbers()["abandoned"])  # noqa: B023
+            access.store.io.submit(asyncio.sleep(0)).result(60)
+            [memory] = access.reader._arrivals.values() or [access.staging]
+            held.append(memory.num_slots - memory.num_free)
         store.open_doors()
-        until(lambda: arrivals.num_free == arrivals.num_slots)
+        assert held == [5] * tp_size
+        until(lambda: memory.num_free == memory.num_slots)
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
@@ -205,9 +234,9 @@ def test_blocks_in_other_shares_do_not_count_for_a_caller_that_cannot_join_them(
     store = shared_store(enumerable=False)
     whole = (layout(4),)
     run(store, whole, 2)
-    query = Query.of(chain_of(whole), heads=stored_heads(whole, Shard()), shared=True)
-    assert asyncio.run(query.run(store)).end == 5 * T
-    assert asyncio.run(replace(query, own_shares=True).run(store)).end == 0
+    heads, chain = stored_heads(whole, Shard()), chain_of(whole)
+    assert asyncio.run(Lookup(store, heads).find(chain)).end == 5 * T
+    assert asyncio.run(Lookup(store, heads, own_shares=True).find(chain)).end == 0
 
 
 def chain_of(wholes: Sequence[KvCacheLayout], prompt: Sequence[int] = PROMPT) -> KeyChain:

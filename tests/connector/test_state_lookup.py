@@ -12,9 +12,8 @@ from dataclasses import replace
 import pytest
 import torch
 from bench_engine import T
-from test_window_lookup import ask, query, store_of
+from test_window_lookup import Asked, ask, query, store_of
 
-from kvconnect.connector.io.lookup import Query
 from kvconnect.errors import ConfigurationError
 from kvconnect.keys import Shard
 from kvconnect.layout import KvCacheLayout, StateTensor
@@ -23,14 +22,13 @@ from kvconnect.shards import stored_heads
 STATES = KvCacheLayout.of_states([StateTensor(1, "recurrent", (4,), torch.float32)], T)
 
 
-def asked(num_tokens: int, *windows: int | None) -> Query:
+def asked(num_tokens: int, *windows: int | None) -> Asked:
     """A prompt of a model with groups of these windows, and one of states."""
     made = query(num_tokens, windows)
-    layouts = [*(one.layout for one in made.heads), STATES]
-    return replace(made, heads=stored_heads(layouts, Shard()))
+    return replace(made, layouts=(*made.layouts, STATES))
 
 
-def longest(made: Query, present: set[tuple[int, int]]) -> int:
+def longest(made: Asked, present: set[tuple[int, int]]) -> int:
     """The rule: a state at the end, and everything that the other groups see from there."""
     state = len(made.windows) - 1
     ends = [0]

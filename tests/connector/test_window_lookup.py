@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import pytest
@@ -15,37 +16,60 @@ from hypothesis import strategies as st
 from stores import DictStore
 
 from kvconnect.backend import Child, StoredBlock
-from kvconnect.connector.io.lookup import Hit, Query, blocks_needed
+from kvconnect.connector.io.lookup import Hit, Lookup, blocks_needed
 from kvconnect.errors import BackendUnavailable
-from kvconnect.keys import Shard, chain_key
+from kvconnect.keys import BlockKey, KeyChain, Shard, chain_key, store_key
 from kvconnect.layout import KvCacheLayout
 from kvconnect.shards import stored_heads
+from kvconnect.tokens import TokenArray, TokenBuffer
 
 Windows = tuple[int | None, ...]
 
 
-def query(num_tokens: int, windows: Windows) -> Query:
+@dataclass(frozen=True)
+class Asked:
+    """A prompt of a model with a pool group of each of `layouts`."""
+
+    tokens: TokenArray
+    layouts: tuple[KvCacheLayout, ...]
+    state_interval: int | None = None
+
+    @property
+    def chain(self) -> KeyChain:
+        return KeyChain(DIGEST, T, TokenBuffer(self.tokens))
+
+    @cached_property
+    def keys(self) -> tuple[BlockKey, ...]:
+        return tuple(self.chain.keys())
+
+    @property
+    def windows(self) -> Windows:
+        return tuple(layout.window for layout in self.layouts)
+
+    def lookup(self, store: DictStore) -> Lookup:
+        heads = stored_heads(self.layouts, Shard())
+        return Lookup(store, heads, state_interval=self.state_interval)
+
+
+def query(num_tokens: int, windows: Windows) -> Asked:
     tokens = np.arange(1, num_tokens + 1, dtype=np.int32)
-    keys = []
-    for start in range(0, num_tokens - T + 1, T):
-        keys.append(chain_key(keys[-1] if keys else DIGEST, tokens[start : start + T]))
-    layouts = [KvCacheLayout(1, 1, 1, 1, T, torch.float64, window) for window in windows]
-    return Query(tuple(keys), DIGEST, tokens, T, stored_heads(layouts, Shard()))
+    layouts = (KvCacheLayout(1, 1, 1, 1, T, torch.float64, window) for window in windows)
+    return Asked(tokens, tuple(layouts))
 
 
-def store_of(query: Query, present: Iterable[tuple[int, int]]) -> DictStore:
+def store_of(query: Asked, present: Iterable[tuple[int, int]]) -> DictStore:
     """A store with these blocks: (group, number)."""
     store = DictStore(enumerable=False)
     for group, number in present:
-        store.frames[query.store_key(query.keys[number], group)] = None
+        store.frames[store_key(query.keys[number], group)] = None
     return store
 
 
-def ask(store: DictStore, query: Query, **limits: int) -> Hit:
-    return asyncio.run(query.run(store, **limits))
+def ask(store: DictStore, query: Asked, **limits: int) -> Hit:
+    return asyncio.run(query.lookup(store).find(query.chain, **limits))
 
 
-def suffices(query: Query, present: set[tuple[int, int]], end: int) -> bool:
+def suffices(query: Asked, present: set[tuple[int, int]], end: int) -> bool:
     """The rule, token by token: every group has the blocks of all tokens that it sees from `end`.
 
     And of all tokens that are in one block with `end`, which is going to be written to.
@@ -60,7 +84,7 @@ def suffices(query: Query, present: set[tuple[int, int]], end: int) -> bool:
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[Query, set[tuple[int, int]]]:
+def cases(draw: st.DrawFn) -> tuple[Asked, set[tuple[int, int]]]:
     windows: list[int | None] = draw(st.lists(st.integers(1, 24), min_size=0, max_size=2))
     num_full = draw(st.integers(0 if windows else 1, 2))
     asked = query(draw(st.integers(1, 60)), (*[None] * num_full, *windows))
@@ -72,13 +96,13 @@ def cases(draw: st.DrawFn) -> tuple[Query, set[tuple[int, int]]]:
 
 
 @given(cases())
-def test_it_is_the_longest_that_all_windows_allow(case: tuple[Query, set]) -> None:
+def test_it_is_the_longest_that_all_windows_allow(case: tuple[Asked, set]) -> None:
     asked, present = case
     store = store_of(asked, present)
     hit = ask(store, asked, most_steps=1000)
     asked_for = [key for keys in store.lookups for key in keys]
     assert len(asked_for) == len(set(asked_for))  # no block twice
-    most = min(len(asked.keys) * T, asked.most)
+    most = min(len(asked.keys) * T, asked.lookup(store).most(len(asked.tokens)))
     assert hit.end == max(end for end in range(most + 1) if suffices(asked, present, end))
     assert hit.keys == asked.keys[: -(-hit.end // T)]
     for group, stored in enumerate(hit.num_stored):
@@ -87,7 +111,7 @@ def test_it_is_the_longest_that_all_windows_allow(case: tuple[Query, set]) -> No
 
 
 @given(cases(), st.integers(0, 2))
-def test_with_few_steps_it_is_shorter_at_most(case: tuple[Query, set], steps: int) -> None:
+def test_with_few_steps_it_is_shorter_at_most(case: tuple[Asked, set], steps: int) -> None:
     asked, present = case
     store = store_of(asked, present)
     hit = ask(store, asked, most_steps=steps)
@@ -101,8 +125,8 @@ def test_what_no_window_covers_is_not_asked_for() -> None:
     store = store_of(asked, [(group, number) for group in (0, 1) for number in range(20)])
     assert ask(store, asked).end == 20 * T
     [full, window] = store.lookups
-    assert full == [asked.store_key(key, 0) for key in asked.keys]
-    assert window == [asked.store_key(key, 1) for key in asked.keys[18:]]
+    assert full == [store_key(key, 0) for key in asked.keys]
+    assert window == [store_key(key, 1) for key in asked.keys[18:]]
 
 
 def test_a_store_full_of_gaps_is_asked_a_few_times_only() -> None:
@@ -136,7 +160,7 @@ def test_a_tail_counts_where_every_group_has_it(missing: int | None) -> None:
     tail = chain_key(asked.keys[-1], own)
     for group in range(3):
         if group != missing:
-            key, parent = asked.store_key(tail, group), asked.store_key(asked.keys[-1], group)
+            key, parent = store_key(tail, group), store_key(asked.keys[-1], group)
             store.frames[key] = None
             store.blocks.append(StoredBlock(key, None, parent, own, group=group))
     hit = ask(store, asked)

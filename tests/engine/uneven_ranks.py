@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 from kvconnect.connector.data import LlmArgs
-from kvconnect.connector.io.staging import Fetched
 from kvconnect.connector.offload import OffloadScheduler, OffloadWorker
+from kvconnect.errors import BackendUnavailable
 
 _args: dict[int, LlmArgs] = {}
 
@@ -63,12 +63,12 @@ class Worker(OffloadWorker):
             self._store.io.call_soon(lambda: [self._turns.release() for _ in range(20)])
         return saved, loaded
 
-    async def _in_its_time(self, blocks: Sequence[Any], slots: Sequence[Any]) -> Fetched:
+    async def _in_its_time(self, blocks: Sequence[Any], slots: Sequence[Any]) -> int:
         if self.num_loads == 1:
             await self._turns.acquire()
         self._num_reads += 1
         if self.num_loads == 2 and self._num_reads == 4:
-            return Fetched(0, "planted")
+            raise BackendUnavailable("planted")
         return await self._fetch(blocks, slots)
 
 
@@ -101,7 +101,7 @@ class StoppingWorker(OffloadWorker):
             self._store.io.call_soon(self._over.set)  # no read is left behind
         return saved, loaded
 
-    async def _until_it_stops(self, blocks: Sequence[Any], slots: Sequence[Any]) -> Fetched:
+    async def _until_it_stops(self, blocks: Sequence[Any], slots: Sequence[Any]) -> int:
         self._left -= 1
         if self._llm_args.rank == self._rank and self._left < 0:
             await self._over.wait()

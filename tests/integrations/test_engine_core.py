@@ -30,6 +30,7 @@ from kvconnect.connector.io.staging import StagingPool
 from kvconnect.connector.io.strided import HostCopier, StridedCopier, StridedPlanes
 from kvconnect.digest.files import ModelFiles
 from kvconnect.errors import ConfigurationError, ModelChanged, UsageError
+from kvconnect.frame import payload
 from kvconnect.integrations.core import EngineSettings
 from kvconnect.integrations.core.adapters import AdapterDigests, adapter_digest
 from kvconnect.integrations.core.configuration import refuse_elsewhere
@@ -431,6 +432,11 @@ def test_parts_of_other_repositories_are_refused(tmp_path):
 # ------------------------------------------------------------------ memory
 
 
+def content(staging: StagingPool, slot: int) -> torch.Tensor:
+    """The payload of a slot."""
+    return payload(staging.frame(slot), LAYOUT.block_nbytes).view(torch.float32)
+
+
 @pytest.mark.parametrize("gap", [0, 24], ids=["evenly apart", "unevenly apart"])
 @pytest.mark.parametrize("order", [[0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [0, 1, 4, 3, 7]])
 @pytest.mark.parametrize("transposed", [False, True])
@@ -444,7 +450,7 @@ def test_blocks_reach_their_places_and_come_back_whatever_the_order_of_the_slots
     staging = StagingPool(1 << 20, LAYOUT.block_nbytes)
     slots = staging.take(Direction.LOAD, 8)
     for slot in slots:
-        slot.payload.view(torch.float32).copy_(torch.randn(slot.payload.numel() // 4))
+        content(staging, slot).copy_(torch.randn(LAYOUT.block_nbytes // 4))
     if transposed:
         views = [plane.view(9, 2, 8, T).permute(0, 3, 1, 2) for plane in planes]
         copier: PoolCopier = StridedCopier(StridedPlanes(tuple(views)), LAYOUT, staging)
@@ -455,13 +461,13 @@ def test_blocks_reach_their_places_and_come_back_whatever_the_order_of_the_slots
     copier.copy_in([slots[index] for index in order], blocks)
     for number, view in enumerate(views):
         for block, index in zip(blocks, order, strict=True):
-            stored = slots[index].payload.view(torch.float32).view(4, T, 2, 8)
+            stored = content(staging, slots[index]).view(4, T, 2, 8)
             assert torch.equal(view[block], stored[number])
         assert not view[[2, 4, 5, 7]].any()
     saved = staging.take(Direction.SAVE, len(blocks))
     copier.copy_out(blocks, saved, None)
     for slot, index in zip(saved, order, strict=True):
-        assert torch.equal(slot.payload, slots[index].payload)
+        assert torch.equal(content(staging, slot), content(staging, slots[index]))
     before = memory.clone()
     for wrong in (-1, 9):
         with pytest.raises(IndexError, match="not all of the pool"):
@@ -475,7 +481,7 @@ def test_detached_memory_is_neither_written_nor_saved():
     staging = StagingPool(1 << 20, LAYOUT.block_nbytes)
     copier = AttachedCopier(LAYOUT, staging, torch.device("cpu"))
     slots = staging.take(Direction.LOAD, 1)
-    slots[0].payload.view(torch.float32).fill_(1)
+    content(staging, slots[0]).fill_(1)
     with copier.attached(planes) as first:
         copier.copy_in(slots, [first + 3])
     assert memory[:, 3].all()

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from itertools import groupby
 
 import torch
+from torch import Tensor
 
 from kvconnect.connector.data import LlmArgs
 from kvconnect.connector.io.copiers import AttachedCopier, PoolCopier
 from kvconnect.connector.io.head_reader import HeadReader
 from kvconnect.connector.io.open_store import OffloadStore
 from kvconnect.connector.io.orders import BlockLoad
-from kvconnect.connector.io.staging import Fetched, Slot, StagingPool, fetched
+from kvconnect.connector.io.staging import StagingPool
 from kvconnect.connector.io.strided import StridedCopier, StridedPlanes
 from kvconnect.explain.outcome import Outcome
 from kvconnect.kernels.blocks.paged import PagedKv
@@ -127,9 +127,9 @@ class Access:
         self._hide_gauges()
         self.store.release()
 
-    def slot_for(self, slot: Slot, group: int) -> Slot:
-        """Returns `slot` cut to the size of a block of `group`."""
-        return slot.sized(self.copiers[group].layout.block_nbytes)
+    def frame(self, slot: int, group: int) -> Tensor:
+        """Returns the memory of the staging `slot` for the frame of a block of `group`."""
+        return self.staging.frame(slot, self.copiers[group].layout.block_nbytes)
 
     def store_key(self, key: BlockKey, group: int) -> BlockKey:
         """Returns the key in the store of the rank's block of `group` with the chained `key`."""
@@ -149,25 +149,37 @@ class Access:
             if event is not None:
                 event.synchronize()
 
-    async def fetch(self, blocks: Sequence[BlockLoad], slots: Sequence[Slot]) -> Fetched:
-        """Reads `blocks` from the store into `slots` of their sizes. Runs on the store's loop."""
+    async def fetch(self, blocks: Sequence[BlockLoad], slots: Sequence[int]) -> int:
+        """Reads `blocks` from the store into staging `slots`. Runs on the store's loop.
+
+        Returns:
+            The number of leading slots that hold their block.
+
+        Raises:
+            BackendTimeout: the store may write into the slots until `pending` is done.
+            KvConnectError: the store failed; the content of the slots is undefined.
+        """
         filled = 0
         for shares, same in groupby(blocks, _other_shares):
             run = list(same)
             rooms = slots[filled : filled + len(run)]
             if shares is None:
                 keys = [self.store_key(block.key, block.group) for block in run]
-                frames = [slot.frame for slot in rooms]
-                got = await fetched(self.store.backend.load(keys, frames), len(run))
+                frames = [
+                    self.frame(slot, block.group) for slot, block in zip(rooms, run, strict=True)
+                ]
+                got = await self.store.backend.load(keys, frames)
             else:
                 got = await self.reader.fetch(run, rooms, shares[1])
-            filled += got.filled
-            if got.filled < len(run):
-                missing = self.store_key(run[got.filled].key, run[got.filled].group)
-                damaged = self.store.backend.was_damaged(missing)
-                loss = Outcome.DAMAGED if damaged else got.loss
-                return replace(got, filled=filled, loss=loss)
-        return Fetched(filled)
+            filled += got
+            if got < len(run):
+                break
+        return filled
+
+    def loss_of(self, block: BlockLoad) -> Outcome:
+        """Returns the outcome of the tokens of `block`, which the store did not load."""
+        damaged = self.store.backend.was_damaged(self.store_key(block.key, block.group))
+        return Outcome.DAMAGED if damaged else Outcome.EVICTED
 
 
 class CallTimes:

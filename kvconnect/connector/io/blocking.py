@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 
@@ -17,17 +18,17 @@ from kvconnect.connector.data import LlmArgs
 from kvconnect.connector.io.access import Access
 from kvconnect.connector.io.budget import LookupBudget
 from kvconnect.connector.io.copiers import AttachedCopier
-from kvconnect.connector.io.io_loop import Reply
 from kvconnect.connector.io.load import Loads
-from kvconnect.connector.io.lookup import Hit, Query
+from kvconnect.connector.io.lookup import Hit, Lookup
 from kvconnect.connector.io.orders import BlockLoad, BlockSave, SaveOrder
 from kvconnect.connector.io.runs import RunLoads
 from kvconnect.connector.io.save import SaveQueue
 from kvconnect.connector.io.strided import StridedPlanes
 from kvconnect.errors import KvConnectError, UsageError
 from kvconnect.kernels.blocks.paged import PagedKv
-from kvconnect.keys import BlockKey
+from kvconnect.keys import BlockKey, KeyChain
 from kvconnect.shards import StoredHeads
+from kvconnect.tokens import TokenBuffer
 from kvconnect.trace import count, warn_once
 
 T = TypeVar("T")
@@ -65,6 +66,8 @@ class StoreAccess:
         self._budget = LookupBudget(
             self._config.lookup_timeout_ms / 1000, store.backend, store.io.submit
         )
+        self._lookup = Lookup(store.backend, store.heads)
+        self._own_blocks = Lookup(store.backend, store.heads, whole_blocks=True, own_shares=True)
         self._loads = Loads(self._access, timeout_s=self._config.load_timeout_s)
         self._saves = SaveQueue(self._access)
         self._numbers = itertools.count()
@@ -81,11 +84,6 @@ class StoreAccess:
     def heads(self) -> tuple[StoredHeads, ...]:
         """The KV heads of the model that this rank has, for each pool group."""
         return self._access.heads
-
-    @property
-    def shared(self) -> bool:
-        """Returns whether other processes may have the store open, too."""
-        return self._access.store.backend.capabilities.shared
 
     @property
     def saves_tails(self) -> bool:
@@ -105,14 +103,15 @@ class StoreAccess:
 
     # ------------------------------------------------------------------ finding
 
-    def find(self, queries: Sequence[Query]) -> list[Hit]:
+    def find(self, chains: Sequence[KeyChain]) -> list[Hit]:
         """Returns the stored part of each prompt, saved with any tensor parallelism.
+
+        The caller does not use `chains` any more: a late lookup still hashes them.
 
         Partial tails count. Blocks for at most ``lookup_timeout_ms`` for all prompts together. An
         answer that is late or failed counts as no hit.
         """
-        backend = self._access.store.backend
-        return self._ask([partial(query.run, backend) for query in queries], Hit())
+        return self._ask([partial(self._lookup.find, chain) for chain in chains], Hit())
 
     def lookup(self, keys: Sequence[BlockKey], group: int = 0) -> int:
         """Returns how many leading blocks of the chained `keys` are stored for all ranks.
@@ -121,7 +120,7 @@ class StoreAccess:
         """
         if not keys:
             return 0
-        wanted = self._query(keys).store_keys(keys, group)
+        wanted = self._own_blocks.store_keys(keys, group)
         found = self._ask([partial(self._access.store.backend.lookup, wanted)], 0)[0]
         return found // (len(wanted) // len(keys))
 
@@ -132,25 +131,14 @@ class StoreAccess:
         groups are states, or parts of them. Blocks for at most ``lookup_timeout_ms``. An answer
         that is late or failed counts as 0.
         """
-        hit = self.find([self._query(keys)])[0] if keys else Hit()
-        return next(iter(hit.num_stored), 0), hit.end // self._access.heads[
-            0
-        ].layout.tokens_per_block
-
-    def _query(self, keys: Sequence[BlockKey]) -> Query:
-        """Returns the query of a prompt of unknown tokens that ends behind the blocks of `keys`."""
+        if not keys:
+            return 0, 0
         size = self.heads[0].layout.tokens_per_block
-        tokens = np.empty(len(keys) * size + 1, np.int32)
-        return Query(
-            tuple(keys),
-            keys[0],
-            tokens,
-            size,
-            self.heads,
-            shared=self.shared,
-            whole_blocks=True,
-            own_shares=True,
-        )
+        tokens = TokenBuffer(np.zeros(len(keys) * size + 1, np.int32))  # not known, nor needed
+        chain = KeyChain(keys[0], size, tokens)
+        chain.learn(b"".join(keys))
+        hit = self._ask([partial(self._own_blocks.find, chain)], Hit())[0]
+        return next(iter(hit.num_stored), 0), hit.end // size
 
     def _ask(self, lookups: Sequence[Callable[[], Coroutine[Any, Any, T]]], nothing: T) -> list[T]:
         """Returns the answer of each lookup; `nothing` for one that is late or failed."""
@@ -163,7 +151,7 @@ class StoreAccess:
                 self._budget.wait(one)
         return [self._answer(one, nothing) for one in asked]
 
-    def _answer(self, asked: Reply[T], nothing: T) -> T:
+    def _answer(self, asked: Future[T], nothing: T) -> T:
         if not asked.done():
             asked.cancel()
             count("connector.lookup.late")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from kvconnect.backends.guard.store import GuardedBackend
-from kvconnect.connector.io.io_loop import Reply
 from kvconnect.errors import RetryLater
 from kvconnect.trace import count
 
@@ -42,20 +42,20 @@ class LookupBudget:
         self,
         budget_s: float,
         backend: GuardedBackend,
-        submit: Callable[[Coroutine[Any, Any, None]], Reply[None]],
+        submit: Callable[[Coroutine[Any, Any, None]], Future[None]],
     ) -> None:
         self._budget_s = budget_s
         self._backend = backend
         self._submit = submit
         self._left_s = budget_s
-        self._probing: Reply[None] | None = None
+        self._probing: Future[None] | None = None
         self.suspended = False
 
     def start_step(self) -> None:
         """Starts the budget of a new step."""
         self._left_s = self._budget_s
 
-    def wait(self, lookup: Reply[Any]) -> None:
+    def wait(self, lookup: Future[Any]) -> None:
         """Blocks until `lookup` is done, at most for the rest of the step's budget."""
         if self.suspended or self._left_s <= 0 or lookup.done():
             return

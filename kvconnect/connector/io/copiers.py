@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from kvconnect.connector.io.orders import BlockLoad
-from kvconnect.connector.io.staging import Slot, StagingPool
+from kvconnect.connector.io.staging import StagingPool
 from kvconnect.errors import UsageError
 from kvconnect.kernels.block_copy import copy_pairs
 from kvconnect.kernels.blocks.paged import PagedKv
@@ -47,7 +47,7 @@ class PoolCopier:
         self._out = None if streams is None else streams.store
 
     def copy_out(
-        self, block_ids: Sequence[int], slots: Sequence[Slot], stream: torch.cuda.Stream | None
+        self, block_ids: Sequence[int], slots: Sequence[int], stream: torch.cuda.Stream | None
     ) -> Transfer:
         """Copies blocks to slots after the work enqueued on `stream`, which waits for the copies.
 
@@ -56,12 +56,11 @@ class PoolCopier:
         blocks, block_ids = self._located(block_ids)
         if blocks is None:
             raise UsageError("the memory of these blocks is not attached")
-        indices = [slot.index for slot in slots]
         if self._out is None:
-            return copy_pairs(blocks, self._slots, block_ids, indices)
+            return copy_pairs(blocks, self._slots, block_ids, slots)
         before = stream if stream is not None else torch.cuda.current_stream(blocks.device)
         self._out.wait_stream(before)
-        transfer = copy_pairs(blocks, self._slots, block_ids, indices, stream=self._out)
+        transfer = copy_pairs(blocks, self._slots, block_ids, slots, stream=self._out)
         transfer.wait_on(before)
         return transfer
 
@@ -70,15 +69,14 @@ class PoolCopier:
         if self._in is not None and stream is not None:
             self._in.wait_stream(stream)
 
-    def copy_in(self, slots: Sequence[Slot], block_ids: Sequence[int]) -> None:
+    def copy_in(self, slots: Sequence[int], block_ids: Sequence[int]) -> None:
         """Copies each slot's payload to its block.
 
         The caller must not change the slots until the copies have ended, see `mark_copies_in`.
         """
         blocks, block_ids = self._located(block_ids)
         if blocks is not None:
-            indices = [slot.index for slot in slots]
-            copy_pairs(self._slots, blocks, indices, block_ids, stream=self._in, stable_source=True)
+            copy_pairs(self._slots, blocks, slots, block_ids, stream=self._in, stable_source=True)
 
     def mark_copies_in(self) -> torch.cuda.Event | None:
         """Returns an event that passes after the copies into the pool that were enqueued so far."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from concurrent.futures import Future
 
 from kvconnect.connector.data import Direction
 from kvconnect.connector.io.open_store import OffloadStore
 from kvconnect.connector.io.orders import BlockLoad
-from kvconnect.connector.io.staging import Fetched, Slot, StagingPool, fetched
+from kvconnect.connector.io.staging import StagingPool
+from kvconnect.errors import BackendTimeout
 from kvconnect.frame import frame_nbytes
 from kvconnect.kernels.block_copy import copy_pairs
 from kvconnect.kernels.blocks.paged import PagedKv
@@ -40,13 +42,17 @@ class HeadReader:
         self._arrivals: dict[int, StagingPool] = {}
         self._copies: dict[tuple[int, int], list[tuple[PagedKv, PagedKv]]] = {}
 
-    async def fetch(
-        self, blocks: Sequence[BlockLoad], slots: Sequence[Slot], shares: int
-    ) -> Fetched:
+    async def fetch(self, blocks: Sequence[BlockLoad], slots: Sequence[int], shares: int) -> int:
         """Reads `blocks` of one pool group, stored in so many `shares`, into `slots`.
 
         Waits for free memory, at most as long as a call to the store may take. The payload of a
         slot is filled; its header stays unchanged.
+
+        Returns:
+            The number of leading slots that hold their block.
+
+        Raises:
+            KvConnectError: the store failed, or there was no memory; nothing writes to the slots.
         """
         group = blocks[0].group
         parts = self._heads[group].slices(shares)
@@ -57,24 +63,26 @@ class HeadReader:
             wanted = blocks[filled : filled + arrivals.num_slots // len(parts)]
             rooms = await self._take(arrivals, len(wanted) * len(parts), len(parts), deadline)
             if not rooms:
-                return Fetched(filled, "no room for blocks of another tensor_parallel_size")
+                raise BackendTimeout("no room for blocks of another tensor_parallel_size")
             wanted = wanted[: len(rooms) // len(parts)]
-            got = Fetched(0)
+            pending: Future[None] | None = None
             try:
-                got = await self._read(wanted, rooms, parts, shares)
-                whole = got.filled // len(parts)
+                whole = await self._read(wanted, rooms, parts, shares) // len(parts)
                 targets = slots[filled : filled + whole]
                 await self._copying.run(lambda: self._copy(group, shares, rooms, targets))  # noqa: B023  awaited here
+            except BackendTimeout as error:
+                pending = error.pending  # the call may still write to `rooms`, not to `slots`
+                raise BackendTimeout(str(error)) from error
             finally:
-                arrivals.give_back(Direction.LOAD, rooms, got.pending)
+                arrivals.give_back(Direction.LOAD, rooms, pending)
             filled += whole
             if whole < len(wanted):
-                return Fetched(filled, got.reason)
-        return Fetched(filled)
+                break
+        return filled
 
     async def _take(
         self, arrivals: StagingPool, at_most: int, multiple_of: int, deadline: float
-    ) -> list[Slot]:
+    ) -> list[int]:
         """Takes up to `at_most` slots, a multiple of `multiple_of`, waiting until `deadline`.
 
         Holds no slots while it waits, so that two loads cannot block each other.
@@ -91,24 +99,23 @@ class HeadReader:
     async def _read(
         self,
         blocks: Sequence[BlockLoad],
-        rooms: Sequence[Slot],
+        rooms: Sequence[int],
         parts: Sequence[HeadSlice],
         shares: int,
-    ) -> Fetched:
+    ) -> int:
         group = blocks[0].group
         layout = self._heads[group].layout_of(shares)
         keys = [store_key(block.key, group, part.shard) for block in blocks for part in parts]
-        frames = [room.sized(layout.block_nbytes).frame for room in rooms]
-        return await fetched(self._backend.load(keys, frames, layout=layout), len(keys))
+        arrivals = self._arrivals[shares]
+        frames = [arrivals.frame(room, layout.block_nbytes) for room in rooms]
+        return await self._backend.load(keys, frames, layout=layout)
 
-    def _copy(
-        self, group: int, shares: int, rooms: Sequence[Slot], targets: Sequence[Slot]
-    ) -> None:
+    def _copy(self, group: int, shares: int, rooms: Sequence[int], targets: Sequence[int]) -> None:
         """Copies the heads of each part of a block to the block's slot; on a copy thread."""
         copies = self._views(group, shares)
         for number, (source, target) in enumerate(copies):
             own = rooms[number :: len(copies)][: len(targets)]
-            copy_pairs(source, target, [one.index for one in own], [one.index for one in targets])
+            copy_pairs(source, target, own, targets)
 
     def _views(self, group: int, shares: int) -> list[tuple[PagedKv, PagedKv]]:
         """Returns, for each part of a block, the views to copy from and to copy to."""

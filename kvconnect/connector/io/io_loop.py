@@ -1,4 +1,4 @@
-"""An asyncio loop in a thread of its own, on which a process does its store's I/O; its replies."""
+"""An asyncio loop in a thread of its own, on which a process does its store's I/O."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Coroutine
-from concurrent.futures import CancelledError
-from typing import Any, Generic, TypeVar
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, TypeVar
 
 from kvconnect.backends.daemon_threads import DaemonThreads
 from kvconnect.errors import UsageError
@@ -37,7 +38,7 @@ class IoLoop:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._closed = False
         self._tasks: set[asyncio.Task[Any]] = set()  # asyncio does not keep them
-        self._submitted: deque[tuple[Coroutine[Any, Any, Any], Reply[Any]]] = deque()
+        self._submitted: deque[tuple[Coroutine[Any, Any, Any], Future[Any]]] = deque()
         # Waking the loop by its own means, a socket, costs a submitting thread twice as much.
         self._wake: int | None = None
         if _HAS_EVENTFD:
@@ -47,8 +48,8 @@ class IoLoop:
             self.loop.add_reader(self._wake, self._woken)
         self._thread.start()
 
-    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Reply[T]:
-        """Starts `coroutine` on the loop.
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Starts `coroutine` on the loop; cancelling the result cancels it.
 
         Raises:
             UsageError: the loop is closed.
@@ -56,15 +57,15 @@ class IoLoop:
         if self.is_closed():
             coroutine.close()
             raise UsageError("the I/O loop is closed")
-        reply: Reply[T] = Reply(self.call_soon)
-        self._submitted.append((coroutine, reply))
+        future: Future[T] = Future()
+        self._submitted.append((coroutine, future))
         if self._wake is None:
             self.call_soon(self._begin_all)
         else:
             os.eventfd_write(self._wake, 1)
         if self.is_closed():  # just now: it may have ended before it saw this
-            reply.cancel()
-        return reply
+            future.cancel()
+        return future
 
     def is_closed(self) -> bool:
         """Returns whether `close` was called."""
@@ -94,14 +95,20 @@ class IoLoop:
 
     def _begin_all(self) -> None:
         while self._submitted:
-            coroutine, reply = self._submitted.popleft()
-            if reply.done():
+            coroutine, future = self._submitted.popleft()
+            if future.cancelled():
                 coroutine.close()
                 continue
             task = self.loop.create_task(coroutine)
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-            reply.follow(task)
+            task.add_done_callback(partial(_settle, future))
+            future.add_done_callback(partial(self._cancel_with, task))
+
+    def _cancel_with(self, task: asyncio.Task[Any], future: Future[Any]) -> None:
+        """Cancels `task` if `future` was cancelled; on any thread."""
+        if future.cancelled():
+            self.call_soon(task.cancel)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
@@ -135,101 +142,18 @@ class IoLoop:
         # A coroutine may refuse to be cancelled: wait 0.5 s for it, then abandon it.
         if tasks:
             self.loop.run_until_complete(asyncio.wait(tasks, timeout=0.5))
-        # A task that ended in the loop's last turn has not settled its reply yet.
+        # A task that ended in the loop's last turn has not settled its future yet.
         self.loop.run_until_complete(asyncio.sleep(0))
 
 
-class Reply(Generic[T]):
-    """A future for one thread: without a lock, and without an event until that thread waits.
-
-    The scheduler's thread makes one at every prompt's admission, so its cost counts.
-
-    Args:
-        call_soon: calls a function on the loop.
-    """
-
-    __slots__ = ("_call_soon", "_done", "_error", "_result", "_task", "_waiting")
-
-    def __init__(self, call_soon: Callable[[Callable[[], object]], object]) -> None:
-        self._call_soon = call_soon
-        self._task: asyncio.Task[T] | None = None
-        self._done = False
-        self._error: BaseException | None = None
-        self._result: Any = None
-        self._waiting: threading.Event | None = None
-
-    @classmethod
-    def settled(cls, result: T) -> Reply[T]:
-        """Returns a reply whose result is `result`."""
-        reply = cls(lambda _: None)
-        reply._end(result)
-        return reply
-
-    # ------------------------------------------------------------------ on the caller's thread
-
-    def done(self) -> bool:
-        """Returns whether the coroutine ended, or `cancel` was called."""
-        return self._done
-
-    def result(self, timeout: float | None = None) -> T:
-        """Returns the coroutine's result; blocks up to `timeout` seconds for it.
-
-        Raises:
-            TimeoutError: the coroutine has not ended.
-            CancelledError: the coroutine was cancelled.
-            BaseException: the coroutine's own error.
-        """
-        error = self.exception(timeout)
-        if error is not None:
-            raise error
-        found: T = self._result
-        return found
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Returns the coroutine's exception, or ``None`` if it returned; blocks as `result` does.
-
-        Raises:
-            TimeoutError, CancelledError: as `result`.
-        """
-        if not self.done():
-            # The loop reads `_waiting` after it has set `_done`. This thread reads `_done` after it
-            # has set `_waiting`. So this thread sees the answer, or the loop sets the event.
-            self._waiting = waiting = threading.Event()
-            if not self.done() and not waiting.wait(timeout):
-                raise TimeoutError
-        if isinstance(self._error, CancelledError):
-            raise self._error
-        return self._error
-
-    def cancel(self) -> None:
-        """Cancels the coroutine, unless it has ended; `result` raises `CancelledError` then."""
-        if not self._done:
-            self._end(error=CancelledError())
-            self._call_soon(self._cancel_task)
-
-    # ------------------------------------------------------------------ on the loop
-
-    def follow(self, task: asyncio.Task[T]) -> None:
-        """Makes the result of `task` this reply's, once `task` has ended."""
-        self._task = task
-        task.add_done_callback(self._ended)
-
-    def _cancel_task(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-
-    def _ended(self, task: asyncio.Task[T]) -> None:
-        if task.cancelled():
-            self._end(error=CancelledError())
-        elif (error := task.exception()) is not None:
-            self._end(error=error)
+def _settle(future: Future[T], task: asyncio.Task[T]) -> None:
+    """Gives `future` the outcome of `task`, which has ended, unless `future` was cancelled."""
+    if task.cancelled():
+        future.cancel()
+        return
+    error = task.exception()  # retrieved in any case, or asyncio would log it
+    if future.set_running_or_notify_cancel():
+        if error is None:
+            future.set_result(task.result())
         else:
-            self._end(task.result())
-
-    def _end(self, result: T | None = None, error: BaseException | None = None) -> None:
-        if self._done:
-            return
-        self._result, self._error = result, error
-        self._done = True
-        if self._waiting is not None:
-            self._waiting.set()
+            future.set_exception(error)

@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 
@@ -13,8 +14,7 @@ from kvconnect.connector.data import Direction, TransferFailure
 from kvconnect.connector.io.access import LOADS_IN_FLIGHT, Access, CallTimes
 from kvconnect.connector.io.copiers import copy_batches
 from kvconnect.connector.io.orders import LoadBlocks
-from kvconnect.connector.io.staging import Fetched, Slot
-from kvconnect.errors import KvConnectError, RetryLater
+from kvconnect.errors import BackendTimeout, KvConnectError, RetryLater
 from kvconnect.explain.outcome import Outcome
 from kvconnect.trace import count
 
@@ -334,38 +334,40 @@ class Loads:
             return 1  # measures the time of an answer
         return min(most, max(-(-num_blocks // _FINE_PIECES), self._calls.hiding(most)))
 
-    async def _read(self, load: Load, first: int, slots: list[Slot]) -> None:
+    async def _read(self, load: Load, first: int, slots: list[int]) -> None:
         """Reads one piece from the store into `slots`, then copies it to the pool."""
         order = load.order
         blocks = order.blocks[first : first + len(slots)]
-        slots = list(map(self._access.slot_for, slots, (block.group for block in blocks)))
         step = -1 if order.overlaps else 1  # stores read the blocks of a prompt in order
-        fetched = Fetched(0)
+        pending: Future[None] | None = None
         started = asyncio.get_running_loop().time()
         try:
             try:
-                fetched = await self._access.fetch(blocks[::step], slots[::step])
+                filled = await self._access.fetch(blocks[::step], slots[::step])
             finally:
                 load.reading -= 1
                 load.copying += 1
                 load.news.set()
-            filled = fetched.filled
             self._calls.record(filled, asyncio.get_running_loop().time() - started)
             if filled < len(slots):
+                loss = self._access.loss_of(blocks[::step][filled])
                 filled = 0 if order.overlaps else filled
-                load.fail(first + filled, fetched.reason, fetched.loss)
+                load.fail(first + filled, "a block is gone from the store, or was damaged", loss)
                 self._note_lost(load)
             if filled and not load.closed:
                 copy = partial(self._copy_now, load, first, slots, filled)
                 await self._access.store.copying.run(copy)
+        except BackendTimeout as error:
+            pending = error.pending
+            load.fail(first, str(error), Outcome.LATE)
         except KvConnectError as error:
             load.fail(first, str(error))
         finally:
             load.copying -= 1
             load.news.set()
-            self._access.staging.give_back(Direction.LOAD, slots, fetched.pending)
+            self._access.staging.give_back(Direction.LOAD, slots, pending)
 
-    def _copy_now(self, load: Load, first: int, slots: list[Slot], filled: int) -> None:
+    def _copy_now(self, load: Load, first: int, slots: list[int], filled: int) -> None:
         """Copies the first `filled` of `slots` into the pool, and frees them; on a copy thread.
 
         Only the load uses its blocks. The load ends here if these were its last ones: the engine

@@ -16,8 +16,9 @@ from kvconnect.backend import StoredBlock
 from kvconnect.connector.data import Direction
 from kvconnect.connector.io.access import SAVES_IN_FLIGHT, Access
 from kvconnect.connector.io.orders import BlockSave, SaveOrder
-from kvconnect.connector.io.staging import Slot, clear_beyond
+from kvconnect.connector.io.staging import clear_beyond
 from kvconnect.errors import BackendTimeout, KvConnectError
+from kvconnect.frame import payload
 from kvconnect.kernels.blocks.transfer import Transfer
 from kvconnect.keys import model_tag
 from kvconnect.trace import count, warn_once
@@ -30,7 +31,7 @@ class _Staged:
     request_id: int
     number: int
     block: StoredBlock
-    slot: Slot
+    slot: int
     copied: Transfer
 
 
@@ -107,21 +108,17 @@ class SaveQueue:
         self,
         order: SaveOrder,
         blocks: Sequence[BlockSave],
-        slots: Sequence[Slot],
+        slots: Sequence[int],
         stream: torch.cuda.Stream | None,
     ) -> None:
-        sized = [
-            self._access.slot_for(slot, block.group)
-            for block, slot in zip(blocks, slots, strict=True)
-        ]
         copied: dict[int, Transfer] = {}
         for group in dict.fromkeys(block.group for block in blocks):
             own = [at for at, block in enumerate(blocks) if block.group == group]
             ids = [blocks[at].block_id for at in own]
             copied[group] = self._access.copiers[group].copy_out(
-                ids, [sized[at] for at in own], stream
+                ids, [slots[at] for at in own], stream
             )
-        for block, slot in zip(blocks, sized, strict=True):
+        for block, slot in zip(blocks, slots, strict=True):
             stored = self._stored_block(order, block, slot)
             staged = _Staged(order.request_id, block.number, stored, slot, copied[block.group])
             self._staged.append(staged)
@@ -129,10 +126,10 @@ class SaveQueue:
             self._unwritten += len(slots)
         self._access.store.io.call_soon(self._pump)
 
-    def _stored_block(self, order: SaveOrder, block: BlockSave, slot: Slot) -> StoredBlock:
+    def _stored_block(self, order: SaveOrder, block: BlockSave, slot: int) -> StoredBlock:
         return StoredBlock(
             key=self._access.store_key(block.key, block.group),
-            data=slot.frame,
+            data=self._access.frame(slot, block.group),
             parent=self._access.store_key(block.parent, block.group),
             tokens=block.tokens,
             priority=block.priority,
@@ -156,12 +153,12 @@ class SaveQueue:
     async def _write(self, batch: Sequence[_Staged]) -> None:
         stored = 0
         reason = "the store has no room"
-        pending: tuple[Future[None], ...] = ()
+        pending: Future[None] | None = None
         try:
             await self._complete(batch)
             stored = await self._access.store.backend.save([staged.block for staged in batch])
         except BackendTimeout as error:
-            pending, reason = (error.pending,) if error.pending else (), str(error)
+            pending, reason = error.pending, str(error)
         except KvConnectError as error:
             reason = str(error)
         finally:
@@ -177,10 +174,11 @@ class SaveQueue:
                 await asyncio.to_thread(staged.copied.wait)
             tokens = staged.block.tokens
             if tokens is not None and len(tokens) < layout.tokens_per_block:
-                clear_beyond(staged.slot.payload, layout, len(tokens))
+                filled = payload(staged.block.data, layout.block_nbytes)
+                clear_beyond(filled, layout, len(tokens))
 
     def _end(
-        self, batch: Sequence[_Staged], stored: int, reason: str, pending: Sequence[Future[None]]
+        self, batch: Sequence[_Staged], stored: int, reason: str, pending: Future[None] | None
     ) -> None:
         lost = batch[stored:]
         if lost:

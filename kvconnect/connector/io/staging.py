@@ -3,50 +3,27 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from weakref import WeakMethod
 
 from torch import Tensor
 
 from kvconnect import frame
 from kvconnect.connector.data import Direction
-from kvconnect.errors import BackendTimeout, ConfigurationError, KvConnectError
-from kvconnect.explain.outcome import Outcome
+from kvconnect.errors import ConfigurationError
 from kvconnect.kernels.blocks.paged import PagedKv
 from kvconnect.kernels.pinned import PinnedPool
 from kvconnect.layout import KvCacheLayout
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Slot:
-    """The memory for one frame.
-
-    Attributes:
-        index: its number.
-        frame: 1-D uint8, 4 KiB-aligned: header, payload, padding.
-        payload: the block's bytes in `frame`, as a view.
-    """
-
-    index: int
-    frame: Tensor
-    payload: Tensor
-
-    def sized(self, payload_nbytes: int) -> Slot:
-        """Returns the slot cut to `payload_nbytes`: pools of other block sizes share the slots."""
-        if payload_nbytes == self.payload.numel():
-            return self
-        room = self.frame[: frame.frame_nbytes(payload_nbytes)]
-        return Slot(self.index, room, frame.payload(room, payload_nbytes))
-
-
 class StagingPool:
     """The `staging_bytes` of slots that loads and saves share. Thread-safe.
 
-    Neither direction can take the last quarter of the slots from the other: a store that does not
-    finish its saves must not stop loads, and the reverse. The slots used last are taken first:
-    their memory is in the processor's caches, and a small load touches little of the region.
+    A slot is a number; `frame` returns its memory. Neither direction can take the last quarter of
+    the slots from the other: a store that does not finish its saves must not stop loads, and the
+    reverse. The slots used last are taken first: their memory is in the processor's caches, and a
+    small load touches little of the region.
 
     Args:
         staging_bytes: upper bound of the region.
@@ -76,13 +53,23 @@ class StagingPool:
         memory = PinnedPool(self.num_slots * slot_nbytes, slot_nbytes=slot_nbytes, pin=pin)
         self.region = memory.memory
         self.slot_nbytes = slot_nbytes
-        self._payload_nbytes = payload_nbytes
         reserved = 0 if loads_only else self.num_slots // 4
         self._limit = max(1, self.num_slots - reserved)
         self._free = list(range(self.num_slots - 1, -1, -1))
         self._used = dict.fromkeys(Direction, 0)
         self._changed = threading.Condition()
         self._listeners: list[WeakMethod[Callable[[], None]]] = []
+
+    def frame(self, slot: int, payload_nbytes: int | None = None) -> Tensor:
+        """Returns the memory of `slot` for one frame, as a view: 1-D uint8, 4 KiB-aligned.
+
+        Args:
+            slot: the slot; its caller has taken it.
+            payload_nbytes: the bytes of the payload; ``None``: those of the largest.
+        """
+        room = None if payload_nbytes is None else frame.frame_nbytes(payload_nbytes)
+        start = slot * self.slot_nbytes
+        return self.region[start : start + (room or self.slot_nbytes)]
 
     def paged(self, layout: KvCacheLayout) -> PagedKv:
         """Returns the payloads of all slots as blocks of `layout`, numbered like the slots."""
@@ -106,12 +93,12 @@ class StagingPool:
         used["free"] = self.num_slots * self.slot_nbytes - sum(used.values())
         return {f"connector.staging.{name}": float(nbytes) for name, nbytes in used.items()}
 
-    def take(self, direction: Direction, at_most: int) -> list[Slot]:
+    def take(self, direction: Direction, at_most: int) -> list[int]:
         """Returns up to `at_most` free slots, perhaps none, for the caller's use. Never blocks."""
         with self._changed:
             return self._take(direction, at_most)
 
-    def take_within(self, direction: Direction, timeout_s: float) -> list[Slot]:
+    def take_within(self, direction: Direction, timeout_s: float) -> list[int]:
         """Returns one free slot, or none if none became free within `timeout_s`.
 
         Blocks the thread.
@@ -129,24 +116,23 @@ class StagingPool:
         slots = self.take(Direction.LOAD, num_slots)
         while slots:
             slot = slots.pop()  # the one that `take` would use last
-            slot.frame[:: frame.ALIGNMENT].zero_()
+            self.frame(slot)[:: frame.ALIGNMENT].zero_()
             self.give_back(Direction.LOAD, [slot])
 
     def give_back(
-        self, direction: Direction, slots: Sequence[Slot], after: Sequence[Future[None]] = ()
+        self, direction: Direction, slots: Sequence[int], after: Future[None] | None = None
     ) -> None:
-        """Frees `slots`, taken for `direction`, once all of `after` are done.
+        """Frees `slots`, taken for `direction`; with `after` once that is done.
 
         The caller must not access the slots afterwards.
         """
-        if after:
-            first, rest = after[0], after[1:]
-            first.add_done_callback(lambda _: self.give_back(direction, slots, rest))
+        if after is not None:
+            after.add_done_callback(lambda _: self.give_back(direction, slots))
             return
         if not slots:
             return
         with self._changed:
-            self._free.extend(slot.index for slot in slots)
+            self._free.extend(slots)
             self._used[direction] -= len(slots)
             self._changed.notify_all()
         for reference in self._listeners:
@@ -164,49 +150,14 @@ class StagingPool:
     def _available(self, direction: Direction) -> int:
         return min(len(self._free), self._limit - self._used[direction])
 
-    def _take(self, direction: Direction, at_most: int) -> list[Slot]:
+    def _take(self, direction: Direction, at_most: int) -> list[int]:
         count = min(at_most, self._available(direction))
         if count <= 0:
             return []
         taken = self._free[-count:][::-1]
         del self._free[-count:]
         self._used[direction] += count
-        return [self._slot(index) for index in taken]
-
-    def _slot(self, index: int) -> Slot:
-        whole = self.region[index * self.slot_nbytes : (index + 1) * self.slot_nbytes]
-        return Slot(index, whole, frame.payload(whole, self._payload_nbytes))
-
-
-@dataclass(frozen=True, slots=True)
-class Fetched:
-    """The outcome of a call to the store that loads blocks.
-
-    Attributes:
-        filled: the number of leading slots that hold their block.
-        reason: the reason why other slots do not.
-        loss: the reason as an outcome of the tokens.
-        pending: futures; the store may write into the slots until they are done.
-    """
-
-    filled: int
-    reason: str = ""
-    pending: tuple[Future[None], ...] = ()
-    loss: Outcome = Outcome.FAILED
-
-
-async def fetched(loading: Awaitable[int], wanted: int) -> Fetched:
-    """Returns the outcome of `loading`, a call to `Backend.load` for `wanted` blocks."""
-    try:
-        filled = await loading
-    except BackendTimeout as error:
-        pending = () if error.pending is None else (error.pending,)
-        return Fetched(0, str(error), pending, Outcome.LATE)
-    except KvConnectError as error:
-        return Fetched(0, str(error))
-    missing = filled < wanted
-    reason = "a block is gone from the store, or was damaged" if missing else ""
-    return Fetched(filled, reason, loss=Outcome.EVICTED)
+        return taken
 
 
 def clear_beyond(payload: Tensor, layout: KvCacheLayout, num_tokens: int) -> None:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvconnect.connector.io.copiers import PoolCopier
-from kvconnect.connector.io.staging import Slot, StagingPool
+from kvconnect.connector.io.staging import StagingPool
 from kvconnect.errors import ConfigurationError
 from kvconnect.kernels.blocks.paged import PagedKv
 from kvconnect.kernels.blocks.transfer import DONE, Transfer
@@ -61,7 +61,7 @@ class HostCopier(PoolCopier):
         super().__init__(blocks, layout, staging)
         self._host = _HostPlanes(blocks.views, self._slots.views)
 
-    def copy_in(self, slots: Sequence[Slot], block_ids: Sequence[int]) -> None:
+    def copy_in(self, slots: Sequence[int], block_ids: Sequence[int]) -> None:
         """Copies each slot's payload to its block."""
         self._host.copy_in(slots, block_ids)
 
@@ -76,10 +76,10 @@ class StridedCopier(HostCopier):
 
     @torch.inference_mode()
     def copy_out(
-        self, block_ids: Sequence[int], slots: Sequence[Slot], stream: torch.cuda.Stream | None
+        self, block_ids: Sequence[int], slots: Sequence[int], stream: torch.cuda.Stream | None
     ) -> Transfer:
         """Copies blocks to slots."""
-        blocks, rooms = _numbers(block_ids), _numbers([slot.index for slot in slots])
+        blocks, rooms = _numbers(block_ids), _numbers(slots)
         for plane, slot in zip(self._planes, self._slots.views, strict=True):
             slot.index_copy_(0, rooms, plane.index_select(0, blocks))
         return DONE
@@ -114,7 +114,7 @@ class _HostPlanes:
         )
         self._num_blocks = len(pool[0])
 
-    def copy_in(self, slots: Sequence[Slot], block_ids: Sequence[int]) -> None:
+    def copy_in(self, slots: Sequence[int], block_ids: Sequence[int]) -> None:
         """Copies each slot's payload to its block; the copies are over when it returns.
 
         Raises:
@@ -123,7 +123,7 @@ class _HostPlanes:
         targets = np.array(block_ids, np.intp)
         if len(targets) and not 0 <= targets.min() <= targets.max() < self._num_blocks:
             raise IndexError(f"block_ids: {list(block_ids)} are not all of the pool")
-        runs = list(_runs([slot.index for slot in slots]))
+        runs = list(_runs(slots))
         for pair in self._planes:
             for some, rooms in runs:
                 pair.pool[:, targets[some]] = pair.slots[:, rooms]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 
 from kvconnect.connector.data import LlmArgs, RequestData
 from kvconnect.connector.io.budget import LookupBudget
-from kvconnect.connector.io.io_loop import Reply
-from kvconnect.connector.io.lookup import Hit, Query, blocks_needed
+from kvconnect.connector.io.lookup import Hit, Lookup, blocks_needed
 from kvconnect.connector.io.open_store import OffloadStore
 from kvconnect.connector.io.orders import BlockLoad, LoadBlocks
 from kvconnect.errors import ConnectorContractError
@@ -18,7 +19,8 @@ from kvconnect.keys import KeyChain
 from kvconnect.request import LlmRequest
 from kvconnect.trace import count, warn_once
 
-_LEFT_ALONE = Reply.settled(Hit())
+_LEFT_ALONE: Future[Hit] = Future()
+_LEFT_ALONE.set_result(Hit())
 
 
 @dataclass(slots=True, eq=False)
@@ -37,7 +39,7 @@ class _Prompt:
     """
 
     asked: KeyChain
-    lookup: Reply[Hit]
+    lookup: Future[Hit]
     hit: Hit | None = None
     promised: tuple[int, int] | None = None
     overlaps: bool = False
@@ -65,9 +67,6 @@ class StoreFinding:
         config = llm_args.kv_connector_config
         self._whole_blocks = whole_blocks
         self._hashes_at_once = hashes_at_once
-        # Engines that use whole blocks only, vLLM, choose the ends of snapshots in their own way.
-        interval = llm_args.kv_cache_config.state_interval
-        self._state_interval = None if whole_blocks else interval
         self._tokens_per_block = llm_args.tokens_per_block
         self._min_tokens = max(1, config.min_load_tokens)
         self._windows = tuple(layout.window for layout in llm_args.layouts)
@@ -75,6 +74,13 @@ class StoreFinding:
         self._only_counts = [has_states and layout.only_counts for layout in llm_args.layouts]
         self._prompts: dict[int, _Prompt] = {}
         self.store = store = OffloadStore.acquire(llm_args)
+        self._lookup = Lookup(
+            store.backend,
+            store.heads,
+            whole_blocks=whole_blocks,
+            # vLLM, which uses whole blocks only, chooses the ends of snapshots in its own way.
+            state_interval=None if whole_blocks else llm_args.kv_cache_config.state_interval,
+        )
         self.budget = LookupBudget(config.lookup_timeout_ms / 1000, store.backend, store.io.submit)
 
     def begin(self, request: LlmRequest, *, may_load: bool = True) -> None:
@@ -88,20 +94,9 @@ class StoreFinding:
         elif not self.store.backend.available:
             request.account.lose(Outcome.FAILED, request.num_tokens)
         else:
-            lookup = self.store.io.submit(self.budget.timed(lambda: self._look_up(asked)))
+            look_up = partial(self._lookup.find, asked)
+            lookup = self.store.io.submit(self.budget.timed(look_up))
         self._prompts[request.request_id] = _Prompt(asked, lookup)
-
-    async def _look_up(self, chain: KeyChain) -> Hit:
-        """Looks `chain` up on the store's loop; no other thread uses `chain` meanwhile."""
-        backend = self.store.backend
-        query = Query.of(
-            chain,
-            heads=self.store.heads,
-            shared=backend.capabilities.shared,
-            whole_blocks=self._whole_blocks,
-            state_interval=self._state_interval,
-        )
-        return await query.run(backend)
 
     # ------------------------------------------------------------------ the answer
 
@@ -115,7 +110,7 @@ class StoreFinding:
             self.budget.wait(prompt.lookup)
         return self._promise(prompt, request, num_computed_tokens)
 
-    def ask(self, request: LlmRequest, num_computed_tokens: int) -> int | Reply[Hit]:
+    def ask(self, request: LlmRequest, num_computed_tokens: int) -> int | Future[Hit]:
         """Returns the result of `offer` without waiting, or the running lookup.
 
         The lookup is returned while it runs and is within its budget, which begins with the first

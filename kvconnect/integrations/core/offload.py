@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from typing import Any, ClassVar
 
 from kvconnect.connector.data import LlmArgs, RequestData
-from kvconnect.connector.io.io_loop import Reply
 from kvconnect.connector.io.orders import SaveOrder
 from kvconnect.connector.pair.scheduler import OffloadScheduler
 from kvconnect.request import LlmRequest
@@ -25,7 +24,7 @@ class EngineScheduler(OffloadScheduler):
     keeps_snapshots: ClassVar[bool] = False
 
     def __init__(self, llm_args: LlmArgs) -> None:
-        self._unanswered: Reply[Any] | None = None
+        self._unanswered: Future[Any] | None = None
         super().__init__(llm_args)
 
     def ask_num_new_matched_tokens(
@@ -42,7 +41,7 @@ class EngineScheduler(OffloadScheduler):
         if self._finding is None:
             return 0, False
         found = self._finding.ask(request, num_computed_tokens)
-        if isinstance(found, Reply):
+        if isinstance(found, Future):
             self._unanswered = found
             return None, False
         return found, found > 0

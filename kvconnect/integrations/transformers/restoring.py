@@ -163,7 +163,7 @@ def _find(
     branch = 0
     firsts: list[Hit] = []
     while True:
-        hits = store.find([row.query(store.heads, shared=store.shared, most=most) for row in rows])
+        hits = store.find([row.asked(most) for row in rows])
         firsts = firsts or hits
         if most is None and has_states and full:
             stored = [hit.num_stored[group] for hit in hits if hit.num_stored for group in full]

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from kvconnect.backend import DEFAULT_RETENTION_PRIORITY
-from kvconnect.connector.io.lookup import Hit, Query
+from kvconnect.connector.io.lookup import Hit
 from kvconnect.connector.io.orders import SaveOrder
 from kvconnect.connector.pair.save_plan import SavePlan
 from kvconnect.digest.doubts import Doubt
 from kvconnect.errors import ConfigurationError
 from kvconnect.integrations.transformers.snapshots import last_end
 from kvconnect.integrations.transformers.structure import Change
+from kvconnect.keys import KeyChain
 from kvconnect.layout import KvCacheLayout
 from kvconnect.request import LlmRequest
-from kvconnect.shards import StoredHeads
 from kvconnect.text import shown
 from kvconnect.tokens import TokenArray
 
@@ -130,32 +130,19 @@ class CachedRow:
         size = self._chain.tokens_per_block
         windows = [size if layout.kind == "state" else None for layout in layouts]
         self._plan = SavePlan(request, windows=windows)
+        self._has_states = any(layout.kind == "state" for layout in layouts)
 
-    def query(
-        self, heads: tuple[StoredHeads, ...], *, shared: bool, most: int | None = None
-    ) -> Query:
-        """Returns the query for the store.
+    def asked(self, most: int | None = None) -> KeyChain:
+        """Returns a copy of the keys and tokens, for a lookup in the store.
 
         Args:
-            heads: the heads of each pool group.
-            shared: see `Query`.
             most: use at most so many tokens, a multiple of the block size; ``None``: no limit but
                 `snapshots.last_end`, with states.
         """
-        chain = self._chain
-        size = chain.tokens_per_block
-        if most is None and any(one.layout.kind == "state" for one in heads):
-            most = last_end(len(self.tokens), size)
-        keys = tuple(chain.keys())
-        tokens = self.tokens.view.copy()
-        return Query(
-            keys=keys if most is None else keys[: most // size],
-            root=chain.root,
-            tokens=tokens if most is None else tokens[: most + 1],
-            tokens_per_block=size,
-            heads=heads,
-            shared=shared,
-        )
+        if most is None and self._has_states:
+            most = last_end(len(self.tokens), self._chain.tokens_per_block)
+        self._chain.keys()  # hashed here, once for all lookups
+        return self._chain.snapshot(None if most is None else most + 1)
 
     def note_hit(self, hit: Hit) -> None:
         """Records the blocks that the store has."""

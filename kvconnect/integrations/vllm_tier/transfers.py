@@ -14,7 +14,6 @@ from kvconnect.connector.io.access import SAVES_IN_FLIGHT, Access
 from kvconnect.connector.io.load import Loads
 from kvconnect.connector.io.orders import BlockLoad
 from kvconnect.connector.io.runs import RunLoads
-from kvconnect.connector.io.staging import Slot
 from kvconnect.errors import BackendTimeout, KvConnectError
 from kvconnect.integrations.vllm_tier.identity import ChunkNames
 from kvconnect.trace import count, warn_once
@@ -145,9 +144,9 @@ class Saves:
         self._writes.discard(write)
         self._pump()
 
-    async def _write(self, job: _Job, saves: Sequence[ChunkSave], slots: Sequence[Slot]) -> None:
+    async def _write(self, job: _Job, saves: Sequence[ChunkSave], slots: Sequence[int]) -> None:
         stored, reason = 0, "the store has no room"
-        pending: tuple[Future[None], ...] = ()
+        pending: Future[None] | None = None
         try:
             rows = [save.row for save in saves]
             copier = self._access.copiers[0]
@@ -155,18 +154,18 @@ class Saves:
             blocks = [self._block(save, slot) for save, slot in zip(saves, slots, strict=True)]
             stored = await self._access.store.backend.save(blocks)
         except BackendTimeout as error:
-            pending, reason = (error.pending,) if error.pending else (), str(error)
+            pending, reason = error.pending, str(error)
         except KvConnectError as error:
             reason = str(error)
         finally:
             self._access.staging.give_back(Direction.SAVE, slots, pending)
             self._end(job, len(saves), stored, reason)
 
-    def _block(self, save: ChunkSave, slot: Slot) -> StoredBlock:
+    def _block(self, save: ChunkSave, slot: int) -> StoredBlock:
         names = self._names()
         return StoredBlock(
             key=self._access.store_key(names.block_key(save.chunk), 0),
-            data=slot.frame,
+            data=self._access.frame(slot, 0),
             parent=None
             if save.parent is None
             else self._access.store_key(names.block_key(save.parent), 0),
