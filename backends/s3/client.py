@@ -65,7 +65,7 @@ class S3Client:
 
     Attributes:
         boto3: boto3's client, for rare requests.
-        transport: sends the requests; ``None``: boto3's own transport, which supports proxies.
+        transport: sends the requests; ``None``: boto3's own transport, for a proxy with TLS itself.
 
     Raises:
         ConfigurationError: the certificates cannot be read.
@@ -274,9 +274,10 @@ def _loader() -> Loader:
 
 
 def _transport(meta: Any, certificates: str | None) -> Transport | None:
-    """Returns our transport; ``None`` if proxies or client certificates require boto3's."""
-    config = meta.config
-    if config.proxies or get_environ_proxies(meta.endpoint_url) or config.client_cert:
+    """Returns our transport; ``None`` if the proxy requires boto3's, because it has TLS itself."""
+    config, proxies = meta.config, get_environ_proxies(meta.endpoint_url)
+    proxy = proxies.get(meta.endpoint_url.partition(":")[0], "")
+    if proxy.startswith("https:"):
         return None
     tls = None
     if meta.endpoint_url.startswith("https:"):
@@ -286,6 +287,9 @@ def _transport(meta: Any, certificates: str | None) -> Transport | None:
             raise ConfigurationError(f"ca_bundle={certificates}: {error}") from error
     return Transport(
         Connections(
-            connect_timeout=config.connect_timeout, read_timeout=config.read_timeout, tls=tls
+            connect_timeout=config.connect_timeout,
+            read_timeout=config.read_timeout,
+            tls=tls,
+            proxies=proxies,
         )
     )

@@ -10,16 +10,20 @@ import ssl
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Mapping
 from contextlib import suppress
-from urllib.parse import SplitResult
+from types import MappingProxyType
+from urllib.parse import SplitResult, urlsplit
 
 from botocore.exceptions import (
     ConnectTimeoutError,
     EndpointConnectionError,
     HTTPClientError,
+    ProxyConnectionError,
     ReadTimeoutError,
     SSLError,
 )
+from botocore.httpsession import ProxyConfiguration, mask_proxy_url
 
 from kvconnect.backends.s3.errors import Aborted
 
@@ -27,6 +31,7 @@ from kvconnect.backends.s3.errors import Aborted
 _SLOWEST = 256 << 10
 # The bytes of a request that the socket may still hold after all were sent.
 _MOST_BUFFERED = 4 << 20
+_PORTS = {"http": 80, "https": 443}
 
 
 class Connections:
@@ -36,14 +41,21 @@ class Connections:
         connect_timeout: seconds.
         read_timeout: seconds without a byte.
         tls: for ``https``; ``None``: Python's own.
+        proxies: the URL of the proxy for the services of each scheme; itself without TLS.
     """
 
     def __init__(
-        self, *, connect_timeout: float, read_timeout: float, tls: ssl.SSLContext | None
+        self,
+        *,
+        connect_timeout: float,
+        read_timeout: float,
+        tls: ssl.SSLContext | None,
+        proxies: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._connect_timeout = connect_timeout
         self._read_timeout = read_timeout
         self._tls = tls
+        self._proxies = ProxyConfiguration(dict(proxies))
         self._lock = threading.Lock()
         self._idle: defaultdict[str, list[http.client.HTTPConnection]] = defaultdict(list)
         # Every connection, with the deadline of its request.
@@ -72,6 +84,16 @@ class Connections:
             if not _readable(connection.sock):
                 return connection
             self.drop(connection)
+
+    def forwarding(self, url: SplitResult) -> dict[str, str] | None:
+        """Returns the headers for the proxy that forwards requests for `url`; ``None``: none does.
+
+        Requests over TLS are not forwarded: a proxy connects them to the service.
+        """
+        if url.scheme == "https" or (proxy := self._proxies.proxy_url_for(url.geturl())) is None:
+            return None
+        headers: dict[str, str] = self._proxies.proxy_headers_for(proxy)
+        return headers
 
     def allow(self, connection: http.client.HTTPConnection, nbytes: int) -> None:
         """Sets a generous deadline by which `connection` must have moved `nbytes`."""
@@ -141,31 +163,68 @@ class Connections:
         return otherwise(endpoint_url=url, error=error)
 
     def _connect(self, url: SplitResult, service: str) -> http.client.HTTPConnection:
-        host, port, timeout = url.hostname or "", url.port, self._connect_timeout
-        connection: http.client.HTTPConnection
-        if url.scheme == "https":
-            connection = http.client.HTTPSConnection(host, port, timeout=timeout, context=self._tls)
-        else:
-            connection = http.client.HTTPConnection(host, port, timeout=timeout)
+        proxy: str | None = self._proxies.proxy_url_for(service)
+        via = url if proxy is None else urlsplit(proxy)
+        connection = http.client.HTTPConnection(
+            via.hostname or "", via.port or _PORTS[via.scheme], timeout=self._connect_timeout
+        )
         try:
             connection.connect()
-        except OSError as error:
-            connection.close()
-            raise _unreachable(error)(endpoint_url=service, error=error) from error
+            self._watch(connection, time.monotonic() + self._connect_timeout)
+            if url.scheme == "https":
+                if proxy is not None:
+                    _tunnel(connection.sock, url, self._proxies.proxy_headers_for(proxy))
+                tls = self._tls or ssl.create_default_context()
+                connection.sock = tls.wrap_socket(connection.sock, server_hostname=url.hostname)
+        except BaseException as error:
+            self.drop(connection)
+            if isinstance(error, (OSError, http.client.HTTPException)):
+                raise self._unreachable(error, service, proxy) from error
+            raise
         connection.sock.settimeout(self._read_timeout)
+        self._watch(connection, math.inf)
+        return connection
+
+    def _watch(self, connection: http.client.HTTPConnection, until: float) -> None:
+        """Sets the deadline of `connection`.
+
+        Raises:
+            Aborted: `abort` was called; `connection` is closed.
+        """
         with self._lock:
             if not self._aborted:
-                self._open[connection] = math.inf
+                self._open[connection] = until
                 self._sockets[connection] = connection.sock
-                return connection
-        connection.close()
+                return
+        self.drop(connection)
         raise Aborted
 
+    def _unreachable(self, error: Exception, service: str, proxy: str | None) -> Exception:
+        if self._aborted:
+            return Aborted()
+        if isinstance(error, TimeoutError):
+            return ConnectTimeoutError(endpoint_url=service, error=error)
+        if isinstance(error, ssl.SSLError):
+            return SSLError(endpoint_url=service, error=error)
+        if proxy is not None:
+            return ProxyConnectionError(proxy_url=f"{mask_proxy_url(proxy)}: {error}")
+        return EndpointConnectionError(endpoint_url=service, error=error)
 
-def _unreachable(error: OSError) -> type[ConnectTimeoutError | SSLError | EndpointConnectionError]:
-    if isinstance(error, TimeoutError):
-        return ConnectTimeoutError
-    return SSLError if isinstance(error, ssl.SSLError) else EndpointConnectionError
+
+def _tunnel(sock: socket.socket, url: SplitResult, headers: Mapping[str, str]) -> None:
+    """Makes the proxy that `sock` is connected to connect it to the service of `url`.
+
+    Raises:
+        OSError, HTTPException: the proxy refuses, or does not answer.
+    """
+    host = url.netloc.rpartition("@")[2]
+    target = host if url.port else f"{host}:{_PORTS[url.scheme]}"
+    fields = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+    sock.sendall(f"CONNECT {target} HTTP/1.1\r\nHost: {target}\r\n{fields}\r\n".encode())
+    with http.client.HTTPResponse(sock, method="CONNECT") as answer:
+        answer.begin()
+        if answer.status != http.client.OK:
+            raise OSError(f"it answers {answer.status} {answer.reason}")
 
 
 def _readable(sock: socket.socket) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import http.client
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol, cast
 from urllib.parse import SplitResult, urlsplit
 
@@ -67,7 +67,7 @@ class Transport:
     def _exchange(
         self, connection: http.client.HTTPConnection, request: AWSPreparedRequest, url: SplitResult
     ) -> http.client.HTTPResponse:
-        _begin(connection, request, url)
+        _begin(connection, request, url, self.connections.forwarding(url))
         sent = 0
         try:
             for chunk in _chunks(request.body):
@@ -88,15 +88,20 @@ class Transport:
 
 
 def _begin(
-    connection: http.client.HTTPConnection, request: AWSPreparedRequest, url: SplitResult
+    connection: http.client.HTTPConnection,
+    request: AWSPreparedRequest,
+    url: SplitResult,
+    forwarding: Mapping[str, str] | None,
 ) -> None:
     target = f"{url.path or '/'}{'?' if url.query else ''}{url.query}"
+    if forwarding is not None:
+        target = f"{url.scheme}://{url.netloc.rpartition('@')[2]}{target}"
     connection.putrequest(request.method, target, skip_host=True, skip_accept_encoding=True)
     if "host" not in request.headers:
         # Without the scheme's default port, as in the signature.
         host = url.netloc.rpartition("@")[2].removesuffix(_USUAL_PORTS[url.scheme])
         connection.putheader("Host", host)
-    for name, value in request.headers.items():
+    for name, value in (*request.headers.items(), *(forwarding or {}).items()):
         # The body is sent at once, without waiting for "100 Continue".
         if name.lower() != "expect":
             connection.putheader(name, value)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvconnect.cache.admission.demand import fits_beside, peak_of
+from kvconnect.cache.admission.demand import fits_beside, peak_of, peak_of_new
 from kvconnect.cache.admission.prompt import Prompt
 from kvconnect.cache.block_manager import BlockManager
 from kvconnect.cache.memory.copier import TensorCopier
@@ -107,12 +107,9 @@ class KVCacheManager(BaseKVCacheManager):
             if self.blocks.holds(request.request_id):
                 self._reserve_chunk(request)
                 admitted.append(request)
-            elif not self._admit(request, batch):
-                continue
-            elif request.state is RequestState.LOADING:
-                batch.loading_requests.append(request)
-            else:
-                admitted.append(request)
+            elif self._admit(request, batch):
+                loads = request.state is RequestState.LOADING
+                (batch.loading_requests if loads else admitted).append(request)
         batch.context_requests[:] = admitted
         for request in batch.generation_requests:
             self._extend(request)
@@ -161,6 +158,12 @@ class KVCacheManager(BaseKVCacheManager):
         way to cut it counts.
         """
         return tuple(self._needed(request, group) for group in range(len(self.layouts)))
+
+    def could_hold(self, prompt_len: int, max_tokens: int) -> bool:
+        """Returns whether a new request fits into the empty cache; see `BaseKVCacheManager`."""
+        chunk = self._max_chunk
+        peaks = [peak_of_new(one, prompt_len, max_tokens, chunk) for one in self.layouts]
+        return self.sizes.could_supply(peaks)
 
     def fits_beside(self, request: LlmRequest, position: int, end: int) -> bool:
         """Returns whether `request` may compute beside a load; see `BaseKVCacheManager`."""
@@ -215,11 +218,10 @@ class KVCacheManager(BaseKVCacheManager):
 
     def reset(self) -> bool:
         """Drops all cached blocks. Returns False while a sequence or a pin holds blocks."""
-        try:
+        with suppress(SequencesLive):
             self.blocks.reset()
-        except SequencesLive:
-            return False
-        return True
+            return True
+        return False
 
     def take_events(self) -> list[KvCacheEvent]:
         """Removes and returns the events since the last call. May be called from any thread."""

@@ -122,6 +122,14 @@ class BaseKVCacheManager(BaseResourceManager):
         """
         return needs[0] <= self.get_num_free_blocks()
 
+    def could_hold(self, prompt_len: int, max_tokens: int) -> bool:
+        """Returns whether the cache, if no other request holds a block, can run such a request.
+
+        If not, the engine refuses the request when it arrives. The default, for managers that do
+        not know, is True. May be called from any thread.
+        """
+        return True
+
     def reusable_tokens(self, request: LlmRequest, published: int = 0) -> int:
         """Returns how many leading tokens `request` would reuse if it were admitted.
 
@@ -265,7 +273,11 @@ class BaseKVCacheManager(BaseResourceManager):
         return []
 
     def set_external_matcher(self, matcher: ExternalMatcher) -> None:
-        """Makes `prepare_resources` call `matcher` for each new request from now on."""
+        """Makes `prepare_resources` call `matcher` for each new request from now on.
+
+        `matcher` is a weak proxy: the manager may keep and call it, but not hash it, and calls it
+        only while the engine lives.
+        """
         raise self._no_connector()
 
     def pool_tensor(self, group: int = 0) -> Tensor:

@@ -109,6 +109,7 @@ def _assembled(options: EngineOptions, leader: Leader | None) -> Assembly:
         geometry.whole_layouts,
         digest,
         kv.get_max_resource_count(),
+        could_hold=kv.could_hold,
         max_logprobs=options.max_logprobs,
         max_prompt=None if options.enable_chunked_prefill else options.max_num_tokens,
     )

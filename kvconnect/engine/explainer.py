@@ -18,6 +18,7 @@ from kvconnect.explain.key_memory import DistinctKeys, Fingerprinter, Fingerprin
 from kvconnect.explain.outcome import NotSaved, Outcome, Span
 from kvconnect.keys import Namespace, salt_tag
 from kvconnect.request import LlmRequest, ScheduledBatch
+from kvconnect.weak import weakly
 
 _STATES = ("", *NotSaved)
 """Why a block was not saved; the first one: it was, or there is no store."""
@@ -212,7 +213,8 @@ class Explainer:
             computed = np.concatenate((computed, kept))
         self._own.add(computed, self._end(request))
         if self._has_store:
-            account.when_unsaved = partial(self._not_saved, saved, size)
+            # An ended request, which its handle keeps, must not keep the cache.
+            account.when_unsaved = partial(weakly(self._not_saved), saved, size)
             if account.unsaved is not None:
                 self._not_saved(saved, size, *account.unsaved)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias, TypedDict, Unpack
@@ -18,10 +19,11 @@ from kvconnect.engine.request.output import RequestOutput, StreamChunk
 from kvconnect.engine.request.prompts import Prompt, as_prompts, one_each
 from kvconnect.engine.request.stops import StopChecker
 from kvconnect.engine.request.tokenizer import Tokenizer
-from kvconnect.engine.thread import EngineThread
+from kvconnect.engine.thread import Inbox, Message, post_abort
 from kvconnect.errors import ConfigurationError, nearest
 from kvconnect.keys import Namespace, check_salt
 from kvconnect.request import SamplingParams
+from kvconnect.weak import weakly
 
 Params: TypeAlias = SamplingParams | Mapping[str, object]
 Retention: TypeAlias = KvCacheRetentionConfig | Mapping[str, object]
@@ -75,7 +77,8 @@ class Generation:
     _ids: Iterator[int]
     _intake: Intake
     _model: Model
-    _thread: EngineThread
+    _inbox: Inbox[Message]
+    _in_use: object
 
     @known_keywords
     def generate(
@@ -286,7 +289,7 @@ class Generation:
         *,
         trace_headers: Mapping[str, str] | None,
     ) -> list[LiveRequest]:
-        self._thread.check_process()
+        self._inbox.owner.check()
         params = _params(sampling_params)
         use = CacheOptions() if cache is None else CacheOptions.given("cache", cache)
         first = self._intake.request(
@@ -324,13 +327,11 @@ class Generation:
             raise
 
     def _post(self, lives: Sequence[LiveRequest]) -> RequestHandle:
-        siblings = Siblings(lives, self._thread.post, self._thread.abort)
+        # The handle keeps the engine open, and once it is closed, nothing of it.
+        abort = partial(post_abort, weakref.ref(self._inbox))
+        siblings = Siblings(lives, weakly(self._inbox.post), abort)
         siblings.start()
-        # The handle keeps the engine open; the objects that the engine holds do not.
-        return RequestHandle(lives, partial(self._abort, siblings))
-
-    def _abort(self, siblings: Siblings) -> None:
-        siblings.abort()
+        return RequestHandle(lives, siblings.abort, self._in_use)
 
 
 def _namespace(

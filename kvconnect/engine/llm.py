@@ -65,16 +65,19 @@ class LLM(Generation):
         self._kv, self._scheduler, self._intake = parts.kv, parts.scheduler, parts.intake
         self._engine = parts.engine
         self._ids = itertools.count()
+        self._inbox = parts.inbox
         self._thread = EngineThread(
             self._engine,
-            parts.inbox,
+            self._inbox,
             close_s=_close_s(options.connector_config),
             after_step=None if self._events is None else self._events.ring,
         )
+        # Handles hold it, too, and nothing of the engine: a closed one is freed with the `LLM`.
+        self._in_use = _InUse()
         # A weak reference: an error that ended the engine refers to frames of the caller, which
         # refer to this object. A running thread keeps itself alive.
-        weakref.finalize(self, _end, weakref.ref(self._thread), self._events)
-        close_at_exit(self)
+        weakref.finalize(self._in_use, _end, weakref.ref(self._thread), self._events)
+        close_at_exit(self._thread)
 
     @property
     def layout(self) -> KvCacheLayout:
@@ -108,7 +111,7 @@ class LLM(Generation):
             EngineClosed: requests are refused; ``__cause__`` is the error that ended the engine, if
                 any.
         """
-        self._thread.check_open()
+        self._inbox.check_open()
 
     @property
     def vocab_size(self) -> int:
@@ -192,6 +195,10 @@ class LLM(Generation):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class _InUse:
+    """An object that an `LLM` and its handles hold. When it is freed, the engine ends."""
 
 
 def _publisher(config: EventsConfig | None) -> EventPublisher | None:

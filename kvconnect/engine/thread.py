@@ -6,6 +6,7 @@ import contextlib
 import logging
 import threading
 import traceback
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -112,6 +113,13 @@ Message: TypeAlias = LiveRequest | Abort | Close | Future[bool]
 """The future is the message to drop all cached blocks; its result says whether they were."""
 
 
+def post_abort(inbox: weakref.ref[Inbox[Message]], request_id: int) -> None:
+    """Makes the engine of `inbox` end a request; does nothing once either has ended."""
+    if (engine := inbox()) is not None:
+        with contextlib.suppress(EngineClosed):
+            engine.post(Abort(request_id))
+
+
 class EngineThread:
     """The thread that owns an engine, with its interface for other threads.
 
@@ -138,35 +146,6 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="kvconnect-engine", daemon=True)
         self._thread.start()
 
-    def post(self, live: LiveRequest) -> None:
-        """Posts `live` to the engine.
-
-        Raises:
-            EngineClosed: the engine accepts no more requests, or runs in another process.
-        """
-        self._inbox.post(live)
-
-    def check_process(self) -> None:
-        """Checks that this process was not forked from that of the thread.
-
-        Raises:
-            EngineClosed: this process was forked.
-        """
-        self._inbox.owner.check()
-
-    def check_open(self) -> None:
-        """Checks that the engine accepts requests.
-
-        Raises:
-            EngineClosed: as `post` does.
-        """
-        self._inbox.check_open()
-
-    def abort(self, request_id: int) -> None:
-        """Makes the engine end a request; does nothing once that has ended."""
-        with contextlib.suppress(EngineClosed):
-            self._inbox.post(Abort(request_id))
-
     def reset_cache(self) -> bool:
         """Makes the engine drop all cached blocks; blocks for a step.
 
@@ -174,7 +153,7 @@ class EngineThread:
             True if all were dropped. False if some are in use; then none was dropped.
 
         Raises:
-            EngineClosed: as `post` does.
+            EngineClosed: as `Inbox.post` does.
         """
         dropped: Future[bool] = Future()
         self._inbox.post(dropped)

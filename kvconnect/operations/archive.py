@@ -44,6 +44,7 @@ _BLOCK, _MANIFEST = 1, 2
 _CHECKSUM_NBYTES = 32
 _LONGEST_METADATA = 1 << 26
 _LONGEST_FRAME = 1 << 30
+_NOT_BY_SERVER = "a server does not have it: give the URL of a store, or export without a key"
 
 
 def file_key(path: str | None) -> bytes:
@@ -68,7 +69,6 @@ def part_of(path: Path) -> Path:
     if not path.name or path.is_dir():
         raise ConfigurationError(f"{path}: is a directory; give the path of a file")
     if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
-        # The complete file would be put in its place.
         raise ConfigurationError(f"{path}: is no regular file; give the path of one")
     return path.with_name(f"{path.name}.part")
 
@@ -254,7 +254,7 @@ class ArchiveReader:
 
     Args:
         path: of the file; of a `stream` the name in errors.
-        key: of its checksums; empty: none.
+        key: of its checksums; empty: none is given; ``None``: none can be, for a server has none.
         stream: has the bytes of the file, and is closed with this; its ``read`` and ``readinto``
             return less than was wanted at its end only.
 
@@ -271,10 +271,10 @@ class ArchiveReader:
     """
 
     def __init__(
-        self, path: Path | str, key: bytes, stream: io.BufferedReader | None = None
+        self, path: Path | str, key: bytes | None, stream: io.BufferedReader | None = None
     ) -> None:
         self._path = path
-        self._key = key
+        self._key = key or b""
         self.manifest: Manifest | None = None
         try:
             self._file = _opened(path) if stream is None else stream
@@ -283,7 +283,7 @@ class ArchiveReader:
         try:
             self._left = sys.maxsize if stream else os.fstat(self._file.fileno()).st_size
             self._at = 0
-            self._checksum = self.checksum_at_end = self._read_header()
+            self._checksum = self.checksum_at_end = self._read_header(takes_key=key is not None)
             self.end = self._at
         except BaseException:
             self._file.close()
@@ -317,7 +317,7 @@ class ArchiveReader:
             raise self._bad("something follows its end")
         self.manifest = counted
 
-    def _read_header(self) -> bytes:
+    def _read_header(self, *, takes_key: bool) -> bytes:
         header = self._file.read(_HEADER.size)
         self._passed(len(header))
         if len(header) < _HEADER.size or not header.startswith(_MAGIC):
@@ -326,7 +326,8 @@ class ArchiveReader:
         if version != _VERSION:
             raise self._bad(f"is of version {version}, this is {_VERSION}")
         if has_key and not self._key:
-            raise ConfigurationError(f"{self._path}: was made with a key; give its key file")
+            remedy = "give its key file" if takes_key else _NOT_BY_SERVER
+            raise ConfigurationError(f"{self._path}: was made with a key; {remedy}")
         if self._key and not has_key:
             raise ConfigurationError(f"{self._path}: was made without a key; give no key file")
         self.id: str = number.hex()

@@ -175,7 +175,7 @@ def import_by_server(server: str, path: Path, done: Saved, *, admin_key: str | N
         ConfigurationError: a bad URL or key, a file with a key, or one that the server refuses.
         BackendUnavailable: the server cannot be reached, or fails; repeat it.
     """
-    with ArchiveReader(path, b"") as reader:
+    with ArchiveReader(path, None) as reader:
         name = reader.id
     with _Server(server, admin_key) as one, path.open("rb") as file:
         one.send(name, file)

@@ -23,6 +23,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
 from kvconnect.errors import BadFrame, ConfigurationError
+from kvconnect.operations.archive import ArchiveReader
 from kvconnect.operations.export import SHORT_KEY_NBYTES, Sink
 from kvconnect.operations.prompt_store import PromptStore
 from kvconnect.operations.result import Exported, Saved
@@ -110,6 +111,8 @@ class _ImportEndpoint(CountsEndpoint):
     def _work(self, wanted: _Import, done: Saved, store: PromptStore) -> None:
         with self.uploads.taken(wanted.file) as path:
             try:
+                with ArchiveReader(path, None):
+                    pass  # refuses a file with a key, and says what to do
                 store.import_(path, into=done)
             except BadFrame as error:
                 what = str(error).removeprefix(f"{path}: ")

@@ -282,10 +282,11 @@ def _handler(server: S3Server) -> type[BaseHTTPRequestHandler]:
 
         def serve(self) -> None:
             parts = urlsplit(self.path)
+            target = self.path.removeprefix(f"{parts.scheme}://{parts.netloc}")  # of a proxy
             bucket, _, name = unquote(parts.path).lstrip("/").partition("/")
             headers = {key.lower(): value for key, value in self.headers.items()}
             body = self.rfile.read(int(headers.get("content-length", 0)))
-            if not signed_by(SECRET, self.command, self.path, headers, body):
+            if not signed_by(SECRET, self.command, target, headers, body):
                 self._send(refusal(403, "SignatureDoesNotMatch"))
                 return
             request = Request(self.command, name, headers, parse_qs(parts.query))

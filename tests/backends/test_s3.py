@@ -69,11 +69,12 @@ async def test_moto_serves_what_another_store_saved(moto, s3_credentials, kit, b
 
 
 async def test_moto_is_served_over_boto3s_connections_where_it_must_be(moto, s3_credentials, kit):
-    # As behind a proxy.
+    # As behind a proxy that has TLS itself.
     store = S3Backend(S3Settings(bucket=BUCKET, prefix="plain", endpoint_url=moto, miss_ttl_s=0))
     keys = kit.keys("plain", count=5)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvconnect.backends.s3.client.get_environ_proxies", lambda _: {"http": "x"})
+        proxies = {"http": "https://proxy"}
+        patch.setattr("kvconnect.backends.s3.client.get_environ_proxies", lambda _: proxies)
         await store.open([])
     assert store._parts.bucket.client.transport is None
     assert await store.save(kit.chain(keys)) == 5

@@ -72,6 +72,13 @@ def only(method, kind, answer):
     return lambda r: answer if r.method == method and r.kind == kind else None
 
 
+def through_a_proxy(monkeypatch, server):
+    """Makes the server the proxy for a service that only it can reach; where that is."""
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.setenv("http_proxy", server.endpoint.replace("://", "://user:word@"))
+    return {"endpoint_url": "http://service.invalid:9000"}
+
+
 async def works(store, kit, keys):
     into = kit.buffers(len(keys))
     assert await store.load(keys, into) == len(keys)
@@ -289,11 +296,13 @@ async def test_frozen_server_is_a_failure_after_its_timeout(make_s3, kit, s3_ser
 
 
 @pytest.mark.parametrize("last", [False, True], ids=["", "the connection's last answer"])
-async def test_bytes_that_drip_end_in_time(make_s3, kit, s3_server, monkeypatch, last):
+@pytest.mark.parametrize("proxied", [False, True], ids=["", "through a proxy"])
+async def test_bytes_that_drip_end_in_time(make_s3, kit, s3_server, monkeypatch, last, proxied):
+    place = through_a_proxy(monkeypatch, s3_server) if proxied else {}
     monkeypatch.setattr("kvconnect.backends.s3.store._WATCH_S", 0.1)
     monkeypatch.setattr("kvconnect.backends.s3.client._ATTEMPTS", 1)
     key = kit.key("drip")
-    async with kit.opened(make_s3()) as store:
+    async with kit.opened(make_s3(**place)) as store:
         await store.save([kit.block(key)])
 
         def drip(request, answer):

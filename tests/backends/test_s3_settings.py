@@ -135,8 +135,8 @@ def test_endpoint_may_come_from_the_environment(s3_credentials, monkeypatch):
     client.close()
 
 
-def test_proxy_is_left_to_boto3(s3_credentials, monkeypatch):
-    monkeypatch.setenv("http_proxy", "http://proxy:3128")
+def test_proxy_with_tls_is_left_to_boto3(s3_credentials, monkeypatch):
+    monkeypatch.setenv("http_proxy", "https://proxy:3128")
     client = S3Client(S3Settings(bucket="bucket", endpoint_url="http://host"))
     assert client.transport is None
     client.close()

@@ -6,11 +6,12 @@ import socket
 import ssl
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 
 import pytest
 from botocore.awsrequest import AWSRequest
-from botocore.exceptions import ReadTimeoutError
+from botocore.exceptions import ProxyConnectionError, ReadTimeoutError
 from certificates import certificate
 from s3_server import S3Server
 
@@ -225,6 +226,85 @@ def test_answer_that_is_a_connections_last_can_be_ended():
             assert fill(body, [memoryview(bytearray(899))]) == 0
         body.close()
         assert time.monotonic() - started < 30
+    assert num_open(transport) == 0
+
+
+# --------------------------------------------------------------------------------------- proxies
+
+
+def through(proxy, tls=None):
+    """A transport through `proxy`, which wants a password."""
+    proxy = proxy.replace("://", "://user:word@")
+    proxies = {"http": proxy, "https": proxy}
+    return Transport(
+        Connections(connect_timeout=TIMEOUT_S, read_timeout=TIMEOUT_S, tls=tls, proxies=proxies)
+    )
+
+
+def test_a_proxy_forwards_requests_without_tls():
+    heads = []
+
+    def script(sock, _):
+        while head := sock.recv(65536):
+            heads.append(head.split(b"\r\n"))
+            sock.sendall(b"HTTP/1.1 206 Partial\r\nContent-Length: 3\r\n\r\nabc")
+
+    with answering(script) as proxy:
+        transport = through(proxy)
+        for _ in range(2):
+            assert asked(transport, "http://service.invalid:80/b/x?y").read() == b"abc"
+        transport.connections.abort()
+    assert len(heads) == 2
+    for first, *others in heads:
+        assert first == b"GET http://service.invalid:80/b/x?y HTTP/1.1"
+        assert {b"Host: service.invalid", b"Proxy-Authorization: Basic dXNlcjp3b3Jk"} <= {*others}
+
+
+def test_a_proxy_connects_requests_over_tls(tls):
+    heads = []
+
+    def script(sock, ended):
+        heads.append(sock.recv(65536).split(b"\r\n"))
+        sock.sendall(b"HTTP/1.1 200 Connected\r\n\r\n")
+        with tls[0].wrap_socket(sock, server_side=True) as inner:
+            sending(DATA)(inner, ended)
+
+    with answering(script) as proxy:
+        transport = through(proxy, ssl.create_default_context(cafile=tls[1]))
+        for _ in range(2):
+            assert asked(transport, "https://localhost/b/x").read() == DATA
+        transport.connections.abort()
+    assert num_open(transport) == 0
+    assert heads[0][0] == b"CONNECT localhost:443 HTTP/1.1"
+    assert b"Proxy-Authorization: Basic dXNlcjp3b3Jk" in heads[0]
+
+
+def test_a_proxy_that_refuses_is_named():
+    def refuse(sock, _):
+        sock.recv(65536)
+        sock.sendall(b"HTTP/1.1 407 Authentication Required\r\nContent-Length: 0\r\n\r\n")
+
+    with answering(refuse) as proxy:
+        transport = through(proxy)
+        with pytest.raises(ProxyConnectionError, match=r"localhost.*407") as refused:
+            asked(transport, "https://service.invalid/b/x")
+    assert "word" not in str(refused.value)
+    assert num_open(transport) == 0
+
+
+def test_a_proxy_whose_answer_never_ends_is_given_up():
+    def drip(sock, ended):
+        sock.recv(65536)
+        while not ended.wait(0.01):
+            sock.sendall(b"H")
+
+    with ThreadPoolExecutor(1) as thread, answering(drip) as proxy:
+        transport = through(proxy)
+        answer = thread.submit(asked, transport, "https://service.invalid/b/x")
+        while wait([answer], 0.02).not_done:
+            transport.connections.end_overdue()  # as the store does
+        with pytest.raises(ProxyConnectionError):
+            answer.result()
     assert num_open(transport) == 0
 
 

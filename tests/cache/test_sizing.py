@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 
@@ -10,7 +13,9 @@ from kvconnect.cache.kv_cache_manager import KVCacheManager
 from kvconnect.cache.memory.sizing import DEFAULT_CPU_BYTES, pool_sizes
 from kvconnect.config import KvCacheConfig
 from kvconnect.errors import ConfigurationError
+from kvconnect.keys import Namespace, root_key
 from kvconnect.layout import KvCacheLayout
+from kvconnect.request import LlmRequest, SamplingParams
 
 LAYOUT = KvCacheLayout(4, 2, 8, 8, 16, torch.float32)  # 8 KiB a block
 
@@ -42,6 +47,28 @@ def test_managers_take_their_size_from_the_configuration():
     manager = KVCacheManager(config, [LAYOUT])
     assert manager.get_max_resource_count() == 7
     assert manager.pool_tensor().shape[0] == 7
+
+
+@pytest.mark.parametrize("sizes", [{"max_tokens": 160}, {"max_tokens": 16}])
+@pytest.mark.parametrize("chunk", [1, 24, 1000])
+def test_a_request_that_the_empty_cache_could_not_hold_is_known_before_it_is_admitted(sizes, chunk):
+    windowed = replace(LAYOUT, num_layers=6, window=40)
+    manager = KVCacheManager(KvCacheConfig(tokens_per_block=16, **sizes), [LAYOUT, windowed])
+    manager.expect_chunks(chunk)
+    answers = set()
+    for prompt_len in range(1, 300, 7):
+        for max_tokens in (1, 2, 40, 170):
+            request = LlmRequest(
+                0,
+                np.zeros(prompt_len, np.int32),
+                chain_root=root_key(bytes(32), manager.layouts, Namespace()),
+                tokens_per_block=16,
+                sampling_params=SamplingParams(max_tokens=max_tokens),
+            )
+            fits = manager.could_hold(prompt_len, max_tokens)
+            assert fits == manager.ensure_free(manager.needed_blocks(request))
+            answers.add(fits)
+    assert answers == {True, False}
 
 
 @pytest.mark.gpu

@@ -123,7 +123,9 @@ def test_a_damaged_block_ends_the_load_and_is_dropped(saved_by: int, loaded_by: 
     run(store, whole, saved_by)
     bad = store_key(keys_of(whole)[3], 0, Shard(saved_by - 1, saved_by))
     store.frames[bad][frame.HEADER_NBYTES + 5] ^= 1
-    assert run(store, whole, loaded_by) == 3 * T
+    with on_store(store, whole, loaded_by) as ranks:
+        assert ranks.run(PROMPT) == 3 * T
+        assert Outcome.DAMAGED in ranks.losses
     assert bad not in store.frames
 
 

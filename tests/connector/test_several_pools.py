@@ -29,7 +29,10 @@ from window_runs import GENERATE, PROMPT, is_sound, keys_of, run
 
 from kvconnect import frame
 from kvconnect.backends.memory.store import MemoryBackend
+from kvconnect.connector.data import RequestData
 from kvconnect.connector.io.lookup import blocks_needed
+from kvconnect.connector.io.orders import LoadBlocks
+from kvconnect.connector.pair.finding import StoreFinding
 from kvconnect.keys import Namespace, chain_key, root_key, store_key
 from kvconnect.request import LlmRequest
 
@@ -85,6 +88,26 @@ def test_loads_bring_what_the_windows_need_and_nothing_else(
     loaded = [key for call in store.loads for key in call]
     assert len(loaded) == len(wanted)
     assert set(loaded) == wanted
+
+
+def test_a_part_of_a_load_counts_in_one_pool_without_a_window_only(
+    store: DictStore, layouts: Layouts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(store, layouts)
+    loads: list[LoadBlocks | None] = []
+    order = StoreFinding.order
+
+    def watched(finding: StoreFinding, data: RequestData) -> LoadBlocks | None:
+        loads.append(order(finding, data))
+        return loads[-1]
+
+    monkeypatch.setattr(StoreFinding, "order", watched)
+    run(store, layouts)
+    (load,) = filter(None, loads)
+    count = len(load.blocks)
+    parts = [number * T for number in range(count)] if layouts is PLAIN else [0] * count
+    assert [load.num_valid(number, T) for number in range(count)] == parts
+    assert load.num_valid(count, T) == len(PROMPT) - 1
 
 
 def test_a_device_match_is_not_loaded_again(store: DictStore, layouts: Layouts) -> None:

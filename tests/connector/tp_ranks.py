@@ -25,6 +25,7 @@ from kvconnect.connector.io.lookup import blocks_needed
 from kvconnect.connector.pair.scheduler import OffloadScheduler
 from kvconnect.connector.pair.worker import OffloadWorker
 from kvconnect.connector.stream import CpuStream
+from kvconnect.explain.outcome import Outcome
 from kvconnect.keys import Namespace, Shard, root_key
 from kvconnect.layout import KvCacheLayout
 from kvconnect.request import LlmRequest
@@ -100,6 +101,7 @@ class Ranks:
         self.heads: list[tuple[StoredHeads, ...]] = []
         self.pools: list[list[Tensor]] = []
         self.workers: list[OffloadWorker] = []
+        self.losses: list[Outcome] = []  # the reasons of loads that failed
         for rank in range(tp_size):
             args = self._args(config, Shard(rank, tp_size))
             if rank == 0:
@@ -221,6 +223,7 @@ class Ranks:
                 if loaded or failed:
                     pending.remove(worker)
                 valid = min([valid, *(one.num_valid_tokens for one in failed)])
+                self.losses += [one.loss for one in failed]
             time.sleep(0.0005)
         if valid < num_tokens:
             self.scheduler.load_failed(request, valid)

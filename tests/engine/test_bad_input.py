@@ -53,6 +53,18 @@ def test_prompts(llm, prompt, message):
         llm.generate(prompt)
 
 
+@pytest.mark.parametrize("scheduling", ["guaranteed_no_evict", "max_utilization"])
+def test_a_prompt_that_several_pools_could_never_hold(open_llm, mixed, scheduling):
+    llm = open_llm(mixed, max_tokens=128, max_num_tokens=32, scheduling=scheduling)
+    longest, one = llm.max_seq_len, SamplingParams(max_tokens=1)
+    assert longest >= 128
+    assert len(llm.generate([[5] * longest], one)[0].output_token_ids) == 1
+    with pytest.raises(ConfigurationError, match=f"pools .*; a prompt of {longest} tokens fits"):
+        llm.submit([5] * (longest + 1), one)
+    with pytest.raises(ConfigurationError, match="need more KV blocks than the pools"):
+        llm.submit([5], SamplingParams(max_tokens=2 * longest))
+
+
 @pytest.mark.parametrize(
     ("prompts", "message"),
     [

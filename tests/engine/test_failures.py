@@ -18,6 +18,7 @@ from kvconnect.errors import EngineClosed
 
 LONG = SamplingParams(max_tokens=400, ignore_eos=True)
 SHORT = SamplingParams(max_tokens=5, ignore_eos=True)
+TWICE = SamplingParams(max_tokens=5, ignore_eos=True, temperature=1.0, n=2)
 
 
 class Broken(RuntimeError):
@@ -157,6 +158,20 @@ def test_an_engine_that_is_dropped_ends_its_thread(llama):
     assert not thread.is_alive()
 
 
+def test_a_handle_keeps_the_engine_open(llama):
+    llm = LLM(llama, kv_cache=KvCacheConfig(max_tokens=256))
+    thread = llm._thread._thread
+    handle = llm.submit([1], SamplingParams(max_tokens=200, ignore_eos=True))
+    del llm
+    gc.collect()
+    assert handle.result(60).finish_reason == "length"
+    assert thread.is_alive()
+    del handle
+    gc.collect()
+    thread.join(timeout=60)
+    assert not thread.is_alive()
+
+
 USED = {
     "alone": {},
     "a store": {"connector": {}},
@@ -180,6 +195,8 @@ def test_a_closed_engine_frees_its_memory_at_once(tiny, prompts, no_collection, 
     options.setdefault("kv_cache", KvCacheConfig(max_tokens=256))
     llm = LLM(tiny(options.pop("family", "llama")), **options)
     llm.generate(prompts[:2], SHORT)
+    ended, running = llm.submit(prompts[0], TWICE), llm.submit(prompts[1], TWICE)
+    answer = ended.result(60)
     llm.close()
     parts = [llm._kv, llm._model, llm._kv._memory.pools[0]]
     if connector is not None:
@@ -188,18 +205,26 @@ def test_a_closed_engine_frees_its_memory_at_once(tiny, prompts, no_collection, 
     del parts
     del llm
     assert [one() for one in kept] == [None] * len(kept)
+    # A handle that is kept has its outputs only.
+    assert ended.result() == answer
+    assert running.done
+    running.abort()
 
 
 @pytest.mark.parametrize("closed", [True, False])
 def test_an_engine_that_failed_goes_with_what_refers_to_it(llama, closed):
-    kept = weakref.ref(failed_engine(llama, closed=closed)._kv)
+    answered = []
+    kept = weakref.ref(failed_engine(llama, answered, closed=closed)._kv)
     gc.collect()
     assert kept() is None
+    assert answered[0].result().finish_reason == "length"
 
 
-def failed_engine(model, *, closed: bool) -> LLM:
+def failed_engine(model, answered: list, *, closed: bool) -> LLM:
     """One whose error was raised for a caller, whose frames it refers to since then."""
     llm = LLM(model, kv_cache=KvCacheConfig(max_tokens=256))
+    answered.append(llm.submit([1], SHORT))
+    answered[0].result(timeout=60)
     break_after(llm, 0)
     handle = llm.submit([1], SHORT)
     with contextlib.suppress(Broken):
@@ -217,7 +242,9 @@ store = KvCacheConnectorConfig(
     url=sys.argv[2], lookup_timeout_ms=60_000, overlap_loads=False
 )
 llm = LLM(sys.argv[1], kv_cache=KvCacheConfig(max_tokens=256), connector=store)
-print(llm.generate([7] * 100, SamplingParams(max_tokens=2))[0].reused_store_tokens)
+handle = llm.submit([7] * 100, SamplingParams(max_tokens=2))
+del llm
+print(handle.result().reused_store_tokens)
 """
 
 

@@ -15,6 +15,8 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 
 from kvconnect import LLM, KvCacheConnectorConfig, LlmRequest, SamplingParams
 from kvconnect.connector.io.save import SaveQueue
+from kvconnect.engine.request.live_request import LiveRequest
+from kvconnect.engine.thread import Inbox
 from kvconnect.errors import ConfigurationError
 from kvconnect.otel import trace_requests
 from kvconnect.request import RequestState
@@ -169,8 +171,13 @@ def test_a_request_whose_blocks_wait_when_the_engine_closes_has_a_span(
 
 def test_nothing_is_noted_without_a_hook_for_traces(llm: LLM, monkeypatch):
     made = []
-    post = llm._thread.post
-    monkeypatch.setattr(llm._thread, "post", lambda one: (made.append(one.request), post(one)))
+    post = Inbox.post
+
+    def noted(box, message):
+        made.extend([message.request] if isinstance(message, LiveRequest) else [])
+        post(box, message)
+
+    monkeypatch.setattr(Inbox, "post", noted)
     llm.generate([PROMPT], FOUR)
     remove = metrics.add_hook(lambda event: None)
     llm.generate([PROMPT], FOUR)

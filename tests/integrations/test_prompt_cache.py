@@ -17,7 +17,7 @@ import pytest
 import torch
 from prompts import T, answer, generate, given, opened, prompt
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, BartConfig, BartForCausalLM, PreTrainedModel
 
 from kvconnect import LLM, KvCacheConfig
 from kvconnect.backends.memory.store import MemoryBackend
@@ -357,6 +357,24 @@ def test_models_that_nothing_tells_from_others_are_refused(llama64):
     adapted._hf_peft_config_loaded = True
     with pytest.raises(UnsupportedModel, match="adapter"):
         PromptCache(adapted, "memory:")
+
+
+@pytest.mark.parametrize("encoder_layers", [1, 3])
+def test_a_decoder_of_a_pair_needs_caches_for_its_own_layers(encoder_layers, store):
+    sizes = {"vocab_size": 64, "d_model": 32, "max_position_embeddings": 64, "decoder_layers": 2}
+    config = BartConfig(**sizes, encoder_layers=encoder_layers, is_encoder_decoder=False)
+    model = BartForCausalLM(config).eval()
+    with pytest.raises(
+        UnsupportedModel, match=r"2 layers .* set model.config.num_hidden_layers = 2"
+    ):
+        PromptCache(model, store)
+    model.config.num_hidden_layers = 2
+    prompt = torch.arange(3, 43)[None]
+    inputs = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}
+    with PromptCache(model, store) as prompts:
+        model.generate(**inputs, past_key_values=prompts.prefill(inputs), max_new_tokens=2)
+        prompts.flush()
+        assert prompts.prefill(inputs).loaded_tokens == (39,)
 
 
 # ---------------------------------------------------------------------- keys

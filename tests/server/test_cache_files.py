@@ -113,7 +113,7 @@ def test_the_command_exports_and_imports_by_a_server(
     assert main(["import", server.url, str(file), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["present"] == 6
     assert main(["import", server.url, keyed]) == 2
-    assert "was made with a key" in capsys.readouterr().err
+    assert "was made with a key; a server does not have it" in capsys.readouterr().err
     assert main(["export", server.url, "--salt", "nobody", "-o", str(tmp_path / "none")]) == 3
     assert not list(tmp_path.glob("none*"))
     assert main(["export", server.url, "-o", str(tmp_path / "none")]) == 2
@@ -282,6 +282,18 @@ def test_pieces_are_refused_that_do_not_follow(server, blocks, file):
     assert (status, answer["error"]["code"]) == (400, "bad_file")
     status, answer, _ = server.post({"file": name}, "/v1/cache/import", headers=ADMIN)
     assert (status, answer["error"]["code"]) == (404, "no_such_file")
+
+
+def test_a_file_with_a_key_is_refused_and_what_to_do_is_said(server, blocks, file, tmp_path):
+    (tmp_path / "key").write_bytes(b"k" * 32)
+    export(server, file, key_file=str(tmp_path / "key"))
+    with pytest.raises(ConfigurationError, match="give the URL of a store"):
+        send(server, file)
+    name = file.read_bytes()[16:32].hex()
+    with remote._Server(server.url, KEY) as one, file.open("rb") as content:
+        one.send(name, content)
+    status, answer, _ = server.post({"file": name}, "/v1/cache/import", headers=ADMIN)
+    assert (status, "export without a key" in answer["error"]["message"]) == (400, True)
 
 
 def test_one_file_is_kept_and_none_has_a_name(tmp_path, monkeypatch):

@@ -98,6 +98,14 @@ def test_a_little_is_read_at_a_time(harness):
     assert max(harness.read) <= 16 << 10
 
 
+def test_what_is_sent_in_pieces_waits_for_no_acknowledgement(harness):
+    with harness.connect() as client:
+        client.sendall(GET)
+        assert client.recv(100).startswith(b"HTTP/1.1 200 ")
+        accepted = harness.made[0].get_extra_info("socket")
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
 def test_a_client_that_leaves_after_sending_ahead_is_noticed(harness):
     with harness.connect() as client:
         client.sendall(WAITS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import resource
 import signal
@@ -128,21 +127,6 @@ def test_two_that_bind_one_port_do_not_both_listen():
         second.listen()
     first.close()
     second.close()
-
-
-async def test_what_is_sent_in_pieces_waits_for_no_acknowledgement():
-    listener = Listener.bind(settings())
-    listener.listen()
-    accepted = asyncio.get_running_loop().create_future()
-
-    def connected(_, writer):
-        one = writer.get_extra_info("socket")
-        accepted.set_result(one.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
-        writer.close()
-
-    async with await asyncio.start_server(connected, sock=listener.sockets[0]):
-        with socket.create_connection(("127.0.0.1", listener.port)):
-            assert await accepted
 
 
 # ------------------------------------------------------------------------------------ the end

@@ -246,4 +246,4 @@ async def test_a_stream_that_never_begins_is_not_collected_without_end():
 
     response = httpx2.Response(200, headers={"content-type": "text/event-stream"}, content=pieces())
     opened = await begin(None, response)
-    assert (256 << 10) < len(opened.beginning) < (512 << 10)
+    assert (1 << 20) < len(opened.beginning) < (2 << 20)

@@ -20,6 +20,15 @@ def peak_of(request: LlmRequest, layout: KvCacheLayout, chunk: int | None) -> in
     return min(1, total // layout.tokens_per_block)
 
 
+def peak_of_new(layout: KvCacheLayout, prompt_len: int, max_tokens: int, chunk: int | None) -> int:
+    """Returns `peak_of` of a request that has not begun, of `prompt_len` tokens."""
+    size, total = layout.tokens_per_block, prompt_len + max_tokens - 1
+    if layout.kind == "state":
+        return min(1, total // size)
+    prefill = peak_of_prefill(layout.window, size, prompt_len, chunk)
+    return max(prefill, peak_of_decode(layout.window, size, prompt_len, total))
+
+
 def fits_beside(
     request: LlmRequest, layout: KvCacheLayout, positions: tuple[int, int], chunk: int | None
 ) -> bool:

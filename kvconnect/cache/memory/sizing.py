@@ -61,6 +61,14 @@ class PoolSizes:
     num_host_blocks: tuple[int, ...]
     slabs: SlabGeometry | None = None
 
+    def could_supply(self, needs: Sequence[int]) -> bool:
+        """Returns whether the pools have ``needs[group]`` blocks each, if none of them is held."""
+        if self.slabs is None:
+            return all(need <= count for need, count in zip(needs, self.num_blocks, strict=True))
+        sizes = self.slabs.blocks_per_slab
+        slabs = sum(-(-need // size) for need, size in zip(needs, sizes, strict=True))
+        return slabs <= len(self.slabs.owners)
+
 
 def pool_sizes(
     config: KvCacheConfig,

@@ -178,7 +178,10 @@ class Access:
 
     def loss_of(self, block: BlockLoad) -> Outcome:
         """Returns the outcome of the tokens of `block`, which the store did not load."""
-        damaged = self.store.backend.was_damaged(self.store_key(block.key, block.group))
+        keys = [self.store_key(block.key, block.group)]
+        if block.shares is not None:
+            keys = self.reader.keys([block], block.shares)
+        damaged = any(map(self.store.backend.was_damaged, keys))
         return Outcome.DAMAGED if damaged else Outcome.EVICTED
 
 

@@ -14,8 +14,7 @@ from kvconnect.errors import BackendTimeout
 from kvconnect.frame import frame_nbytes
 from kvconnect.kernels.block_copy import copy_pairs
 from kvconnect.kernels.blocks.paged import PagedKv
-from kvconnect.keys import store_key
-from kvconnect.shards import HeadSlice
+from kvconnect.keys import BlockKey, store_key
 
 _PART_OF_STAGING = 8
 _LOOK_S = 0.001
@@ -67,7 +66,7 @@ class HeadReader:
             wanted = wanted[: len(rooms) // len(parts)]
             pending: Future[None] | None = None
             try:
-                whole = await self._read(wanted, rooms, parts, shares) // len(parts)
+                whole = await self._read(wanted, rooms, shares) // len(parts)
                 targets = slots[filled : filled + whole]
                 await self._copying.run(lambda: self._copy(group, shares, rooms, targets))  # noqa: B023  awaited here
             except BackendTimeout as error:
@@ -79,6 +78,12 @@ class HeadReader:
             if whole < len(wanted):
                 break
         return filled
+
+    def keys(self, blocks: Sequence[BlockLoad], shares: int) -> list[BlockKey]:
+        """Returns the keys of the parts of `blocks`, of one pool group, that this rank reads."""
+        group = blocks[0].group
+        parts = self._heads[group].slices(shares)
+        return [store_key(block.key, group, part.shard) for block in blocks for part in parts]
 
     async def _take(
         self, arrivals: StagingPool, at_most: int, multiple_of: int, deadline: float
@@ -96,19 +101,11 @@ class HeadReader:
             # Other loads hold all slots. They release some within milliseconds.
             await asyncio.sleep(_LOOK_S)
 
-    async def _read(
-        self,
-        blocks: Sequence[BlockLoad],
-        rooms: Sequence[int],
-        parts: Sequence[HeadSlice],
-        shares: int,
-    ) -> int:
-        group = blocks[0].group
-        layout = self._heads[group].layout_of(shares)
-        keys = [store_key(block.key, group, part.shard) for block in blocks for part in parts]
+    async def _read(self, blocks: Sequence[BlockLoad], rooms: Sequence[int], shares: int) -> int:
+        layout = self._heads[blocks[0].group].layout_of(shares)
         arrivals = self._arrivals[shares]
         frames = [arrivals.frame(room, layout.block_nbytes) for room in rooms]
-        return await self._backend.load(keys, frames, layout=layout)
+        return await self._backend.load(self.keys(blocks, shares), frames, layout=layout)
 
     def _copy(self, group: int, shares: int, rooms: Sequence[int], targets: Sequence[int]) -> None:
         """Copies the heads of each part of a block to the block's slot; on a copy thread."""

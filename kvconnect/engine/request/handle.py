@@ -24,14 +24,18 @@ class RequestHandle:
 
     Args:
         lives: the live request of each completion.
-        abort: aborts them. Its reference keeps the engine open as long as the handle exists, so the
-            engine itself holds `lives` and not the handle.
+        abort: aborts them.
+        in_use: keeps the engine open as long as the handle exists. So the engine itself holds
+            `lives` and not the handle.
     """
 
-    def __init__(self, lives: Sequence[LiveRequest], abort: Callable[[], None]) -> None:
+    def __init__(
+        self, lives: Sequence[LiveRequest], abort: Callable[[], None], in_use: object = None
+    ) -> None:
         self.request_id = lives[0].request.request_id
         self._lives = lives
         self._abort = abort
+        self._in_use = in_use
 
     @property
     def done(self) -> bool:

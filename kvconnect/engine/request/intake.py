@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from kvconnect.cache_options import CacheOptions
@@ -22,9 +24,23 @@ from kvconnect.traced_request import TracedRequest
 
 _log = logging.getLogger(__name__)
 
+_MOST_TOKENS = 1 << 40  # more than any cache holds
+
 
 class Intake:
-    """Makes requests for one model and cache. May be used from several threads."""
+    """Makes requests for one model and cache. May be used from several threads.
+
+    Args:
+        model: the model.
+        tokenizer: its tokenizer; ``None``: prompts are token ids.
+        layouts: the layouts of the pools, as they are in keys.
+        model_digest: the digest of the model in keys.
+        max_blocks: the blocks of the cache, if it has one pool of full attention.
+        could_hold: returns whether the empty cache can run a request of so many prompt tokens and
+            ``max_tokens``; asked if there are several pools, or windows.
+        max_logprobs: the most log probabilities of a token; -1: all.
+        max_prompt: the most tokens of a prompt; ``None``: no limit.
+    """
 
     def __init__(
         self,
@@ -34,6 +50,7 @@ class Intake:
         model_digest: bytes,
         max_blocks: int,
         *,
+        could_hold: Callable[[int, int], bool],
         max_logprobs: int = -1,
         max_prompt: int | None = None,
     ) -> None:
@@ -43,6 +60,7 @@ class Intake:
         self._tokens_per_block = layouts[0].tokens_per_block
         self._digest = model_digest
         self._max_blocks = max_blocks
+        self._could_hold = could_hold
         self._max_logprobs = max_logprobs
         self._max_prompt = max_prompt
         self._said_no_adapter = False
@@ -110,24 +128,30 @@ class Intake:
     @property
     def max_seq_len(self) -> int:
         """The length of the longest sequence that model and cache allow."""
-        room = self._max_blocks * self._tokens_per_block
         limit = self._model.position_limit
-        if limit is None:
-            return room
-        return min(limit.num_tokens, room) if self._grows_with_length else limit.num_tokens
+        limits = (self._room, None if limit is None else limit.num_tokens)
+        known = [one for one in limits if one is not None]
+        return min(known, default=self._max_blocks * self._tokens_per_block)
 
     @property
     def most_prompt_tokens(self) -> int | None:
         """The most tokens that a prompt may have; ``None``: there is no such limit."""
-        room = self._max_blocks * self._tokens_per_block if self._grows_with_length else None
         limit = self._model.position_limit
-        limits = (self._max_prompt, None if limit is None else limit.num_tokens, room)
+        limits = (self._max_prompt, None if limit is None else limit.num_tokens, self._room)
         return min((one for one in limits if one is not None), default=None)
 
     @property
-    def _grows_with_length(self) -> bool:
-        # Pools share memory, and a window needs the same blocks for any length.
+    def _is_one_pool(self) -> bool:
         return len(self._layouts) == 1 and self._layouts[0].window is None
+
+    @cached_property
+    def _room(self) -> int | None:
+        """The tokens of the longest prompt that the empty cache holds; ``None``: any fits."""
+        if self._is_one_pool:
+            return self._max_blocks * self._tokens_per_block
+        lengths = range(1, _MOST_TOKENS)
+        room = bisect_right(lengths, 0, key=lambda length: not self._could_hold(length, 1))
+        return None if room == len(lengths) else room
 
     def another(self, first: LlmRequest, request_id: int, params: SamplingParams) -> LlmRequest:
         """Makes a request like `first`, in the state QUEUED, of the same tokens."""
@@ -204,7 +228,13 @@ class Intake:
                 f"{what} exceed {limit.num_tokens} positions ({limit.reason}); "
                 "shorten the prompt or lower max_tokens"
             )
-        if not self._grows_with_length:
+        if not self._is_one_pool:
+            if not self._could_hold(prompt_len, max(max_tokens, 1)):
+                raise ConfigurationError(
+                    f"{what} need more KV blocks than the pools of the cache have together; a "
+                    f"prompt of {self._room} tokens fits. Raise KvCacheConfig.max_tokens, shorten "
+                    "the prompt or lower max_tokens"
+                )
             return
         size = self._tokens_per_block
         needed = -(-longest // size)

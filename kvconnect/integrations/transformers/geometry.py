@@ -116,7 +116,13 @@ def _windows(config: Any, name: str) -> list[int | None]:
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
-        return [window] * config.num_hidden_layers
+        count, cached = getattr(config, "decoder_layers", None), config.num_hidden_layers
+        if count not in (None, cached):
+            raise UnsupportedModel(
+                f"{name} has {count} layers (decoder_layers), and caches of transformers {cached} "
+                f"(num_hidden_layers); set model.config.num_hidden_layers = {count}"
+            )
+        return [window] * cached
     recurrent = _RECURRENT | _WITHOUT_CACHE if _RECURRENT & set(kinds) else set()
     unknown = sorted(set(kinds) - _SERVED - recurrent)
     if unknown:

@@ -100,8 +100,7 @@ def _check_key(settings: HttpSettings, addresses: list[str]) -> None:
 
 
 def _bound(family: socket.AddressFamily, address: _Address) -> socket.socket:
-    # `asyncio` switches Nagle's algorithm off for sockets that name their protocol.
-    bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    bound = socket.socket(family, socket.SOCK_STREAM)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:

@@ -11,7 +11,7 @@ import jiter
 from kvconnect.server.route.instance import Instance, InstanceFailed
 
 # A longer beginning is forwarded without waiting for a first token in it.
-_LONGEST_BEGINNING = 256 << 10
+_LONGEST_BEGINNING = 1 << 20
 _PASSED = ("content-type", "cache-control", "x-accel-buffering", "retry-after")
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from queue import Empty
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -13,10 +14,40 @@ from device_pools import Allocator, MhaDevicePool, MlaDevicePool
 from real_pools import host_pool
 from sglang.srt.managers.cache_controller import HiCacheController, PrefetchOperation
 from sglang.srt.mem_cache.utils import get_storage_hash_str
-from sglang_pools import PAGE, page_content
+from sglang_pools import PAGE, page_content, storage_config
 
 PAGES = 320
 LIMITS = {"lookup_timeout_ms": 500, "load_timeout_s": 0.5, "save_timeout_s": 0.5}
+
+C = TypeVar("C")
+
+
+def controller_of(kind: Callable[..., C], device: Any, pool: Any, config: Any) -> C:
+    """A controller of `kind` over pools on the device and the host, with the store of `config`."""
+    return kind(
+        Allocator(device),
+        pool,
+        PAGE,
+        tp_group=None,
+        load_cache_event=threading.Event(),
+        storage_backend="dynamic",
+        prefetch_threshold=PAGE,
+        model_name=config.model_name,
+        storage_backend_extra_config=config.extra_config,
+    )
+
+
+def check_threads(controller: Any) -> None:
+    """No thread of SGLang's has ended, and none has something to say."""
+    for thread in (
+        controller.prefetch_thread,
+        controller.prefetch_io_aux_thread,
+        controller.prefetch_sync_thread,
+        controller.backup_thread,
+    ):
+        assert thread.is_alive()
+    with pytest.raises(Empty):
+        controller.ack_prefetch_queue.get_nowait()
 
 
 class Server:
@@ -25,26 +56,8 @@ class Server:
     def __init__(self, model: Path, url: str, layout: str, *, is_mla: bool, **settings: Any):
         self.pool = host_pool(layout, is_mla=is_mla, pages=PAGES)
         device = MlaDevicePool() if is_mla else MhaDevicePool()
-        self.controller = HiCacheController(
-            Allocator(device),
-            self.pool,
-            PAGE,
-            tp_group=None,
-            load_cache_event=threading.Event(),
-            storage_backend="dynamic",
-            prefetch_threshold=PAGE,
-            model_name=str(model),
-            storage_backend_extra_config={
-                "backend_name": "kvconnect",
-                "module_path": "kvconnect.integrations.sglang",
-                "class_name": "KvConnectStorage",
-                "interface_v1": 1,
-                "url": url,
-                "staging_bytes": 1 << 20,
-                **LIMITS,
-                **settings,
-            },
-        )
+        config = storage_config(model, url, **(LIMITS | settings))
+        self.controller = controller_of(HiCacheController, device, self.pool, config)
 
     @property
     def store(self) -> Any:
@@ -107,17 +120,8 @@ class Server:
 
     def check_alive(self) -> None:
         """No thread of SGLang's has ended, and every page is free again."""
-        controller = self.controller
-        for thread in (
-            controller.prefetch_thread,
-            controller.prefetch_io_aux_thread,
-            controller.prefetch_sync_thread,
-            controller.backup_thread,
-        ):
-            assert thread.is_alive()
+        check_threads(self.controller)
         assert self.pool.available_size() == self.pool.size
-        with pytest.raises(Empty):
-            controller.ack_prefetch_queue.get_nowait()
 
     def close(self) -> None:
         self.controller.detach_storage_backend()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from pathlib import Path
-from queue import Empty
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +12,8 @@ import torch
 
 pytest.importorskip("sglang", reason="SGLang is not installed here: make test-engines")
 
-from device_pools import Allocator, MhaDevicePool
+from device_pools import MhaDevicePool
+from real_controller import check_threads, controller_of
 from real_pools import host_pool, state_pool
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
@@ -52,17 +51,8 @@ class HybridServer:
                 PoolEntry(PoolName.MAMBA, self.states, device, **entry),
             ]
         )
-        self.controller = HybridCacheController(
-            Allocator(device),
-            group,
-            PAGE,
-            tp_group=None,
-            load_cache_event=threading.Event(),
-            storage_backend="dynamic",
-            prefetch_threshold=PAGE,
-            model_name=str(model),
-            storage_backend_extra_config=storage_config(model, url).extra_config,
-        )
+        config = storage_config(model, url)
+        self.controller = controller_of(HybridCacheController, device, group, config)
         self.storage = self.controller.storage_backend
 
     def back_up(self, tokens: list[int], *, slot: int) -> None:
@@ -116,15 +106,7 @@ class HybridServer:
 def server(model: Path, tmp_path: Path) -> Iterator[HybridServer]:
     made = HybridServer(model, f"disk://{tmp_path}/kv?capacity=64MiB")
     yield made
-    for thread in (
-        made.controller.prefetch_thread,
-        made.controller.prefetch_io_aux_thread,
-        made.controller.prefetch_sync_thread,
-        made.controller.backup_thread,
-    ):
-        assert thread.is_alive()
-    with pytest.raises(Empty):
-        made.controller.ack_prefetch_queue.get_nowait()
+    check_threads(made.controller)
     made.controller.detach_storage_backend()
 
 
