@@ -56,7 +56,8 @@ def test_reused_drafted_preempted_then_restored(model, open_llm, reference, seve
         assert tokens(llm.generate(several, GREEDY)) == expected
         assert sent
         check_rest(llm)
-    alone = KvCacheConnectorConfig(url=store, overlap_loads=False)  # its loaded tokens are counted
+    # Its loaded tokens are counted: none is computed meanwhile, no lookup is late.
+    alone = KvCacheConnectorConfig(url=store, overlap_loads=False, lookup_timeout_ms=60_000)
     outputs = open_llm(model, connector=alone, max_num_tokens=40).generate(several, GREEDY)
     assert tokens(outputs) == expected
     assert sum(one.reused_store_tokens for one in outputs) > 140
