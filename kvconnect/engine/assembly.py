@@ -126,9 +126,8 @@ def _assembled(options: EngineOptions, leader: Leader | None) -> Assembly:
         )
     attachment = _attached(args, kv, inbox.ring, leader, options.max_batch_size)
     explainer = Explainer(kv, options.connector_config, reuses=config.enable_block_reuse)
-    memory = StateMemory.of(
-        model, options.max_batch_size, kv.get_states if kv.supports_states else None
-    )
+    running = kv.get_states if kv.supports_states else None
+    memory = StateMemory.of(model, options.max_batch_size, running)
     log = None if leader is None else leader.log_restore
     states = None if memory is None else StateSnapshots(memory, kv, log)
     engine = Engine(

@@ -391,18 +391,23 @@ def test_all_requests_of_a_step_wait_for_room_together() -> None:
 # ---------------------------------------------------------------------- start and end
 
 
-def test_shutdown_writes_what_is_staged() -> None:
-    store = DictStore()
-    store.at_save.shut()
-    bench = BenchEngine(llm_args(store))
-    bench.submit(PROMPT, 1)
-    bench.step()
+def close_while_saving(bench: BenchEngine, store: DictStore) -> None:
+    """Closes the engine while the store answers no save until the engine waits for it."""
     closing = threading.Thread(target=bench.close)
     closing.start()
     store.at_save.await_caller()
     store.at_save.open()
     closing.join(60)
     assert not closing.is_alive()
+
+
+def test_shutdown_writes_what_is_staged() -> None:
+    store = DictStore()
+    store.at_save.shut()
+    bench = BenchEngine(llm_args(store))
+    bench.submit(PROMPT, 1)
+    bench.step()
+    close_while_saving(bench, store)
     assert len(store.frames) == 11
 
 
@@ -442,12 +447,7 @@ def test_shutdown_writes_what_waits_behind_the_writes_in_flight() -> None:
     for first in range(5):
         bench.submit([first, *PROMPT], 30)
         bench.step()
-    closing = threading.Thread(target=bench.close)
-    closing.start()
-    store.at_save.await_caller()
-    store.at_save.open()
-    closing.join(60)
-    assert not closing.is_alive()
+    close_while_saving(bench, store)
     assert {block.tokens[0] for block in store.blocks if block.parent not in store.frames} == set(
         range(5)
     )
